@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// May this score be seen? Applied to one tile of scores, only in blocks that the band's edge crosses.
+#pragma once
+
+#include "kernels_common/device/acc_view.h"
+#include "kernels_common/device/block_range.h"
+
+namespace fa {
+
+// Rows see every key: only the ragged end of the keys is masked.
+struct NoMask {
+  static constexpr bool kNeeded = false;
+  int k_len;
+
+  // `view` (rows, columns): scores; `row`, `col`: sequence position of the view's (0, 0).
+  template <int kSlabRows, class View>
+  FA_DEVICE void apply(View& view, int /*row*/, int col) const {
+    const int end = k_len - col;
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(view); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c)
+        if (acc_col(c) >= end) view(r, c) = -INFINITY;
+    }
+  }
+};
+
+struct BandMask {
+  static constexpr bool kNeeded = true;
+  Band band;
+  int k_len;
+
+  template <int kSlabRows, class View>
+  FA_DEVICE void apply(View& view, int row, int col) const {
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(view); ++r) {
+      const int i = row + acc_row(r, kSlabRows);
+      // Relative to the thread's first column, so that the columns of the loop are immediates.
+      const int begin = band.first_key(i) - col;
+      const int end = min_of(k_len, min_of(band.last_key(i), kUnlimited - 1) + 1) - col;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c)
+        if (acc_col(c) < begin || acc_col(c) >= end) view(r, c) = -INFINITY;
+    }
+  }
+};
+
+}  // namespace fa

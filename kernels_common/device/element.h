@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which CUTLASS type is a DType, and how are fp32 pairs packed into it?
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include "kernels_common/device/launch_args.h"
+#include "kernels_common/host/kernel_config.h"
+
+namespace fa {
+
+template <DType kType>
+struct ElementOf;
+template <>
+struct ElementOf<DType::kFp16> {
+  using type = cutlass::half_t;
+};
+template <>
+struct ElementOf<DType::kBf16> {
+  using type = cutlass::bfloat16_t;
+};
+template <DType kType>
+using Element = typename ElementOf<kType>::type;
+
+// Two fp32 values to one 32-bit register, `low` in the lower half; one packed convert instruction.
+template <DType kType>
+FA_DEVICE uint32_t pack_pair(float low, float high) {
+  uint32_t packed;
+  if constexpr (kType == DType::kBf16)
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  else
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+}  // namespace fa

@@ -1,0 +1,74 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Running maximum and sum of each row, the factor that rescales older results, and the log-sum-exp at the end.
+#pragma once
+
+#include "kernels_common/device/acc_view.h"
+
+namespace fa {
+
+FA_DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// A row lives in the four lanes of a quad. Sums stay per lane until finish(): only maxima are exchanged per block.
+template <int kRows>
+struct OnlineSoftmax {
+  float max[kRows];    // of the raw scores
+  float sum[kRows];    // of this lane's columns
+  float alpha[kRows];  // what O and sum are multiplied by after update()
+
+  FA_DEVICE void reset() {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) max[r] = -INFINITY, sum[r] = 0.f, alpha[r] = 1.f;
+  }
+
+  // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 >= 0.
+  template <class View>
+  FA_DEVICE void update(View& scores, float scale_log2) {
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float m = max[r];
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) m = fmaxf(m, scores(r, c));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      // A row without a visible key so far has max −inf; −inf − (−inf) would be NaN, so 0 is subtracted: all terms are 0.
+      const float shift = m == -INFINITY ? 0.f : m * scale_log2;
+      alpha[r] = max[r] == -INFINITY ? 0.f : exp2_approx(max[r] * scale_log2 - shift);
+      max[r] = m;
+      float partial = 0.f;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) {
+        // −inf·0 is NaN when the scale is 0: masked scores are selected, not multiplied, in that case by the caller's scale.
+        const float p = exp2_approx(scores(r, c) * scale_log2 - shift);
+        scores(r, c) = p;
+        partial += p;
+      }
+      sum[r] = sum[r] * alpha[r] + partial;
+    }
+  }
+
+  // Full row sums; afterwards `sum` holds 1/sum (0 for an empty row) and `max` the natural-log LSE. `sink` (natural
+  // units) adds one term to the denominator; −inf adds nothing.
+  FA_DEVICE void finish(float scale_log2, const float (&sink)[kRows]) {
+    constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float total = sum[r];
+      total += __shfl_xor_sync(0xffffffffu, total, 1);
+      total += __shfl_xor_sync(0xffffffffu, total, 2);
+      const float m2 = max[r] == -INFINITY ? -INFINITY : max[r] * scale_log2;  // base-2 maximum
+      const float s2 = sink[r] == -INFINITY ? -INFINITY : sink[r] * kLog2e;
+      const float top = fmaxf(m2, s2);
+      const float keys = m2 == -INFINITY ? 0.f : total * exp2f(m2 - top);  // sum of the keys relative to top
+      const float all = keys + (s2 == -INFINITY ? 0.f : exp2f(s2 - top));
+      max[r] = top == -INFINITY ? -INFINITY : (top + log2f(all)) * kLn2;
+      // O = acc · 2^(m2 − top) / all
+      sum[r] = m2 == -INFINITY ? 0.f : exp2f(m2 - top) / all;
+    }
+  }
+};
+
+}  // namespace fa

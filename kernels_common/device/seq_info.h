@@ -1,0 +1,62 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How long is the sequence of a tile and where do its rows lie? All global reads of lengths happen here, once per tile.
+#pragma once
+
+#include "kernels_common/device/tile_scheduler.h"
+
+namespace fa {
+
+struct SeqInfo {
+  int q_batch, k_batch;  // index into the batch stride (0 when packed)
+  int q_begin;           // first row of the sequence in q, out and lse
+  int q_slot;            // rows of q that belong to the slot of this sequence; [q_len, q_slot) are written as empty rows
+  int q_len;             // rows that take part
+  int k_begin;           // first real key row (left padding skipped)
+  int k_len;             // real keys
+  int m_first;           // first row of this tile, counted from q_begin; >= q_slot: nothing to do
+};
+
+// Largest b in [0, batch] with packed_offset(cu[b], b) <= tile. Binary search: log2(B) reads that stay in cache.
+FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int tile) {
+  int lo = 0, hi = batch;
+  while (lo < hi) {
+    const int mid = (lo + hi + 1) >> 1;
+    if (packed_offset(cu[mid], mid, tile_m) <= tile)
+      lo = mid;
+    else
+      hi = mid - 1;
+  }
+  return lo;
+}
+
+// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of tiles).
+FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
+  SeqInfo s{};
+  int b = batch;
+  if (args.cu_q != nullptr) {
+    b = find_sequence(args.cu_q, args.batch, tile_m, m);
+    s.q_begin = args.cu_q[b];
+    s.q_slot = (b == args.batch ? args.total_q : args.cu_q[b + 1]) - s.q_begin;
+    s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
+    if (b == args.batch) return s;  // rows of no sequence: q_len = k_len = 0, all empty
+  } else {
+    s.q_batch = b;
+    s.q_slot = args.seqlen_q;
+    s.m_first = m * tile_m;
+  }
+  s.q_len = args.used_q == nullptr ? s.q_slot : clamp_to(args.used_q[b], 0, s.q_slot);
+  int slot_k = args.seqlen_k;
+  if (args.cu_k != nullptr) {
+    s.k_begin = args.cu_k[b];
+    slot_k = args.cu_k[b + 1] - s.k_begin;
+  } else {
+    s.k_batch = args.batch_index_k == nullptr ? b : args.batch_index_k[b];
+  }
+  const int used = args.used_k == nullptr ? slot_k : clamp_to(args.used_k[b], 0, slot_k);
+  const int pad = args.leftpad_k == nullptr ? 0 : max_of(args.leftpad_k[b], 0);
+  s.k_len = max_of(used - pad, 0);
+  s.k_begin += pad;
+  return s;
+}
+
+}  // namespace fa
