@@ -24,7 +24,8 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) max[r] = -INFINITY, sum[r] = 0.f, alpha[r] = 1.f;
   }
 
-  // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 >= 0.
+  // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 > 0: the host replaces a
+  // scale of 0 by 1e-30, which gives the same uniform weights without the NaN of −inf·0.
   template <class View>
   FA_DEVICE void update(View& scores, float scale_log2) {
     CUTE_UNROLL
@@ -41,7 +42,6 @@ struct OnlineSoftmax {
       float partial = 0.f;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(scores); ++c) {
-        // −inf·0 is NaN when the scale is 0: masked scores are selected, not multiplied, in that case by the caller's scale.
         const float p = exp2_approx(scores(r, c) * scale_log2 - shift);
         scores(r, c) = p;
         partial += p;
