@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What is the right answer? Plain attention in fp64, one sequence at a time, for tests and doubters.
+"""Attention as its formula says it, without tiles: docs/numerics.md, section "Meaning".
+
+Everything is written with differentiable torch operations, so torch's autograd gives the reference
+gradients of q, k, v and sinks, for any loss of out and lse. Memory grows with Sq * Sk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    leftpad_k: Tensor | None = None,
+    kv_batch_idx: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_left: int = -1,
+    window_right: int = -1,
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse), both in `dtype`.
+
+    q is [B, Sq, Hq, D], or [total_q, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hkv, D] and
+    [B, Sk, Hkv, Dv], or packed with cu_seqlens_k; out has q's shape with Dv; lse (natural
+    logarithm) is [B, Hq, Sq], packed [Hq, total_q]. Options mean what `fa::forward`'s do.
+    `dtype` is the precision of every step: a test passes the dtype of the inputs to learn how far
+    off plain PyTorch attention in that dtype is.
+
+    Raises ValueError where heads do not divide or a window has no meaning.
+    """
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k == 0 or heads_q % heads_k:
+        raise ValueError(f"q has {heads_q} heads, not a multiple of k's {heads_k}.")
+    if min(window_left, window_right) < -1:
+        raise ValueError(f"window ({window_left}, {window_right}): -1 is the only 'unlimited'.")
+    if causal:
+        if window_right > 0:
+            raise ValueError(f"causal=True contradicts window_right={window_right}; use -1 or 0.")
+        window_right = 0
+    scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
+
+    packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+    batch = len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0]
+    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
+    lse_shape = (heads_q, q.shape[0]) if packed_q else (batch, heads_q, q.shape[1])
+    lse = torch.full(lse_shape, -math.inf, dtype=dtype, device=q.device)
+    if alibi_slopes is not None and alibi_slopes.dim() == 1:
+        alibi_slopes = alibi_slopes.expand(batch, heads_q)
+
+    q_starts, q_lens = _extents(cu_seqlens_q, seqused_q, batch, q.shape[-3])
+    k_starts, k_lens = _extents(cu_seqlens_k, seqused_k, batch, k.shape[-3])
+    for b in range(batch):
+        pad = int(leftpad_k[b]) if leftpad_k is not None else 0
+        rows = slice(q_starts[b], q_starts[b] + q_lens[b])
+        keys = slice(k_starts[b] + pad, k_starts[b] + max(pad, k_lens[b]))
+        kv_row = int(kv_batch_idx[b]) if kv_batch_idx is not None else b
+        o_b, lse_b = _one_sequence(
+            (q[rows] if packed_q else q[b, rows]).to(dtype),
+            (k[keys] if packed_k else k[kv_row, keys]).to(dtype),
+            (v[keys] if packed_k else v[kv_row, keys]).to(dtype),
+            scale,
+            softcap,
+            alibi_slopes[b].to(dtype) if alibi_slopes is not None else None,
+            sinks.to(dtype) if sinks is not None else None,
+            (window_left, window_right, attention_chunk),
+        )
+        if packed_q:
+            out[rows], lse[:, rows] = o_b, lse_b
+        else:
+            out[b, rows], lse[b, :, rows] = o_b, lse_b
+    return out, lse
+
+
+def visible(
+    q_len: int, k_len: int, left: int, right: int, chunk: int, device: torch.device | str = "cpu"
+) -> Tensor:
+    """bool [q_len, k_len]: which key may which query row see? -1 is unlimited, chunk 0 is off."""
+    position = torch.arange(q_len, device=device)[:, None] + k_len - q_len
+    key = torch.arange(k_len, device=device)[None, :]
+    seen = torch.ones(q_len, k_len, dtype=torch.bool, device=device)
+    if left >= 0:
+        seen &= key >= position - left
+    if right >= 0:
+        seen &= key <= position + right
+    if chunk > 0:
+        seen &= position.div(chunk, rounding_mode="floor") == key.div(chunk, rounding_mode="floor")
+    return seen
+
+
+def _extents(
+    cu_seqlens: Tensor | None, seqused: Tensor | None, batch: int, rows: int
+) -> tuple[list[int], list[int]]:
+    """First row and number of rows of every sequence in its tensor."""
+    if cu_seqlens is None:
+        starts, lengths = [0] * batch, [rows] * batch
+    else:
+        ends = cu_seqlens.tolist()
+        starts = ends[:-1]
+        lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    return starts, lengths if seqused is None else seqused.tolist()
+
+
+def _one_sequence(
+    q: Tensor,  # [q_len, Hq, D]
+    k: Tensor,  # [k_len, Hkv, D]
+    v: Tensor,  # [k_len, Hkv, Dv]
+    scale: float,
+    softcap: float,
+    slopes: Tensor | None,  # [Hq]
+    sinks: Tensor | None,  # [Hq]
+    band: tuple[int, int, int],
+) -> tuple[Tensor, Tensor]:
+    """out [q_len, Hq, Dv] and lse [Hq, q_len] of one sequence."""
+    (q_len, heads_q, _), (k_len, heads_k, _) = q.shape, k.shape
+    seen = visible(q_len, k_len, *band, device=q.device)  # [q_len, k_len]
+    row_sees = seen.any(dim=1)  # [q_len]
+    key_seen = seen.any(dim=0)[:, None, None]  # [k_len, 1, 1]
+    # Selected, never multiplied: neither a key that no row sees nor a row that sees no key may
+    # reach a product, for 0 * NaN is NaN, in the backward as well.
+    q = torch.where(row_sees[:, None, None], q, 0.0)
+    k = torch.where(key_seen, k, 0.0).repeat_interleave(heads_q // heads_k, dim=1)
+    v = torch.where(key_seen, v, 0.0).repeat_interleave(heads_q // heads_k, dim=1)
+
+    s = scale * (q.transpose(0, 1) @ k.permute(1, 2, 0))  # [Hq, q_len, k_len]
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    if slopes is not None:
+        position = torch.arange(q_len, device=q.device)[:, None] + k_len - q_len
+        distance = (position - torch.arange(k_len, device=q.device)).abs()
+        s = s - slopes[:, None, None] * distance
+    s = torch.where(seen, s, -math.inf)
+    # Rows without a key take part with finite scores, and their results are replaced below: the
+    # softmax of nothing has no finite gradient.
+    s = torch.where(row_sees[:, None], s, 0.0)
+    if sinks is None:
+        sink_logit = torch.full((heads_q, q_len), -math.inf, dtype=q.dtype, device=q.device)
+    else:
+        sink_logit = sinks[:, None].expand(heads_q, q_len)
+        s = torch.cat([s, sink_logit[:, :, None]], dim=2)
+    if s.shape[2] == 0:
+        return v.new_zeros(q_len, heads_q, v.shape[2]), sink_logit
+    lse = torch.where(row_sees, torch.logsumexp(s, dim=2), sink_logit)
+    p = torch.softmax(s, dim=2)[:, :, :k_len]
+    out = (p @ v.transpose(0, 1)).transpose(0, 1)  # [q_len, Hq, Dv]
+    return torch.where(row_sees[:, None, None], out, 0.0), lse
