@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-"""What does `pip install .` need? scikit-build-core, plus only the compilers that this build will use.
+"""What does `pip install .` need? scikit-build-core, and only the compilers this build will use.
 
-An architecture in FA_ARCHS (or a GPU in the machine) asks for CUTLASS' headers, and for nvcc from Python
-wheels when the machine has none. Without one, nothing is added. torch is never a build requirement.
+An architecture in FA_ARCHS (or a GPU in the machine) asks for CUTLASS' headers, and for nvcc from
+Python wheels when the machine has none. Without one, nothing is added. torch is never a build
+requirement.
 `FA_BUILD_DIR` (or `-C build-dir=`) names a build folder that is kept.
 """
 

@@ -284,7 +284,7 @@ def write_if_different(path: Path, text: str) -> bool:
 
 
 def generate(rows: list[Row], out: Path) -> list[tuple[str, Path]]:
-    """Writes the units, the registry and rows.json under `out`; returns (arch, unit) in table order."""
+    """Writes units, registry and rows.json under `out`; returns (arch, unit) in table order."""
     units = [(r.arch, out / f"{r.id}.cu") for r in rows]
     for row, (_, path) in zip(rows, units, strict=True):
         write_if_different(path, unit_text(row))

@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""What to build for, and with what? One answer for CMake, for the build backend and for the tools.
+"""What to build for, and with what? One answer for CMake, the build backend and the tools.
 
-`toolchain.py archs|nvcc|cutlass|cuobjdump` prints the answer, or fails with a sentence that says what to do.
+`toolchain.py archs|nvcc|cutlass|cuobjdump` prints the answer, or fails with a sentence that says
+what to do.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class ToolchainError(Exception):
 
 
 def parse_archs(text: str) -> list[str]:
-    """FA_ARCHS as a list in the order of ARCHS. 'none' and '' are the host library without kernels."""
+    """FA_ARCHS as a list in the order of ARCHS; 'none' and '' mean no kernels."""
     words = [w for w in re.split(r"[;,\s]+", text.strip()) if w]
     if [w.lower() for w in words] == ["none"]:
         return []
@@ -60,14 +61,14 @@ def _capabilities() -> tuple[list[float], str]:
 
 
 def archs_for(capabilities: list[float]) -> list[str]:
-    """The Ampere kernels serve every GPU from 8.0 on (newer ones through PTX); Hopper has its own."""
+    """The Ampere kernels serve every GPU from 8.0 on, newer ones through PTX; Hopper has its own."""
     if any(9.0 <= c < 10.0 for c in capabilities):
         return ["80", "90a"]
     return ["80"] if any(c >= 8.0 for c in capabilities) else []
 
 
 def default_archs() -> tuple[list[str], str]:
-    """Architectures of the GPUs in this machine, and one line that says where the answer is from."""
+    """Architectures of the GPUs in this machine, and a line that says where the answer is from."""
     capabilities, reason = _capabilities()
     archs = archs_for(capabilities)
     found = ", ".join(str(c) for c in sorted(set(capabilities)))
@@ -81,7 +82,7 @@ def default_archs() -> tuple[list[str], str]:
 
 
 def wanted_archs(asked: str | None = None) -> tuple[list[str], str]:
-    """`asked`, else the environment's FA_ARCHS, else the GPUs found; with one line of explanation."""
+    """`asked`, else the environment's FA_ARCHS, else the GPUs found; with a line that explains."""
     text = asked if asked is not None else os.environ.get("FA_ARCHS", "")
     if not text.strip() or text.strip().lower() == "auto":
         return default_archs()
@@ -188,8 +189,8 @@ def main(argv: list[str]) -> int:
             include = find_cutlass()
             if include is None:
                 raise ToolchainError(
-                    f"CUTLASS' headers were not found. `pip install --no-deps {CUTLASS_PACKAGE}`, or "
-                    "set FA_CUTLASS_DIR to a CUTLASS 4.2 tree."
+                    "CUTLASS' headers were not found. `pip install --no-deps "
+                    f"{CUTLASS_PACKAGE}`, or set FA_CUTLASS_DIR to a CUTLASS 4.2 tree."
                 )
             print(include)
         elif len(argv) == 1 and argv[0] in ("cuobjdump", "nvdisasm"):

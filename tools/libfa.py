@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# How is libfa called without torch? ctypes for the library, cuda.bindings for memory, streams and events.
+"""A torch-free caller of the C interface, for the driver test, the sanitizers and host timings.
+
+Offsets come from `fa_abi_layout()` at run time, so this file holds no copy of the struct.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ABI_VERSION = 1
+FORWARD = 1
+DTYPES = {"float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float32": 4}
+DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
+_FLOATS = {"score.scale", "score.softcap", "dropout.p"}
+
+
+class Refused(RuntimeError):
+    """A call of the library returned another status than FA_OK; `.status` is its number."""
+
+    def __init__(self, status: int, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.status = status
+        self.text = text
+
+
+class Field(ctypes.Structure):
+    """`fa_field`."""
+
+    _fields_ = [("name", ctypes.c_char_p), ("offset", ctypes.c_uint32), ("size", ctypes.c_uint32)]
+
+
+class KernelDesc(ctypes.Structure):
+    """`fa_kernel_desc`."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_uint32),
+        ("id", ctypes.c_char * 64),
+        *[
+            (name, ctypes.c_int32)
+            for name in (
+                "op arch dtype dim_qk dim_v mask kv tile_m tile_n stages threads smem_bytes "
+                "registers local_bytes"
+            ).split()
+        ],
+    ]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One compiled kernel of the library, as `fa_kernel_info` describes it."""
+
+    id: str
+    op: int
+    arch: int
+    dtype: str
+    dim_qk: int
+    dim_v: int
+    mask: str  # "none" or "band"
+    tile_m: int
+    tile_n: int
+    registers: int
+    local_bytes: int
+
+    @property
+    def backend(self) -> str:
+        """The name `fa.backend` knows this row's architecture by."""
+        return f"sm{self.arch}"
+
+
+def library_path() -> Path | None:
+    """libfa.so: FA_LIBRARY, or fa/lib/libfa.so beside the package that Python would import."""
+    named = os.environ.get("FA_LIBRARY")
+    if named:
+        return Path(named)
+    spec = importlib.util.find_spec("fa")  # finds, does not import: torch stays out
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        candidate = Path(folder) / "lib" / "libfa.so"
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+class Library:
+    """libfa.so with the signatures of the functions used here."""
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        found = path or library_path()
+        if found is None:
+            raise FileNotFoundError(
+                "libfa.so was not found: set FA_LIBRARY to its path, or put the folder that "
+                "holds fa/lib/libfa.so on PYTHONPATH."
+            )
+        self.path = Path(found)
+        self.c = ctypes.CDLL(str(self.path))
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        out_size = ctypes.POINTER(size)
+        self.c.fa_last_error.restype = ctypes.c_char_p
+        self.c.fa_status_name.restype = ctypes.c_char_p
+        self.c.fa_version.restype = ctypes.c_char_p
+        self.c.fa_params_init.argtypes = [pointer, size]
+        self.c.fa_params_init.restype = None
+        self.c.fa_workspace_size.argtypes = [ctypes.c_int, pointer, out_size]
+        self.c.fa_forward.argtypes = [pointer, pointer, size, out_size, pointer]
+        self.c.fa_explain.argtypes = [ctypes.c_int, pointer, ctypes.c_char_p, size]
+        self.c.fa_kernel_info.argtypes = [ctypes.c_int, ctypes.POINTER(KernelDesc)]
+        self.c.fa_abi_layout.argtypes = [ctypes.POINTER(ctypes.POINTER(Field))]
+        self.c.fa_abi_layout.restype = size
+        fields = ctypes.POINTER(Field)()
+        count = self.c.fa_abi_layout(ctypes.byref(fields))
+        self.fields = {
+            fields[i].name.decode(): (fields[i].offset, fields[i].size) for i in range(count)
+        }
+        end = max(offset + width for offset, width in self.fields.values())
+        self.params_size = (end + 7) // 8 * 8
+
+    def version(self) -> str:
+        """For example "0.1.0+g1a2b3c4 cuda13.0"."""
+        return self.c.fa_version().decode()
+
+    def check(self, status: int) -> None:
+        """Raises Refused with the library's own sentence unless status is FA_OK."""
+        if status:
+            name = self.c.fa_status_name(status).decode()
+            raise Refused(status, name, (self.c.fa_last_error() or b"").decode())
+
+    def rows(self) -> list[Row]:
+        """Every compiled kernel, in table order."""
+        rows = []
+        for index in range(self.c.fa_kernel_count()):
+            d = KernelDesc(struct_size=ctypes.sizeof(KernelDesc))
+            self.check(self.c.fa_kernel_info(index, ctypes.byref(d)))
+            rows.append(
+                Row(
+                    d.id.decode(),
+                    d.op,
+                    d.arch,
+                    DTYPE_NAMES[d.dtype],
+                    d.dim_qk,
+                    d.dim_v,
+                    "band" if d.mask else "none",
+                    d.tile_m,
+                    d.tile_n,
+                    d.registers,
+                    d.local_bytes,
+                )
+            )
+        return rows
+
+
+class Params:
+    """`fa_params`, set by the paths of fa.h: `p["q.stride_row"] = 64`."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self.buffer = ctypes.create_string_buffer(library.params_size)
+        library.c.fa_params_init(self.buffer, library.params_size)
+
+    def __setitem__(self, name: str, value: float) -> None:
+        offset, width = self.library.fields[name]
+        if name in _FLOATS:
+            code = "<f"
+        elif width == 4:
+            code = "<i"
+        else:
+            code = "<q" if ".stride" in name or name.endswith("_stride") else "<Q"
+        struct.pack_into(code, self.buffer, offset, value)
+
+    def tensor(self, name: str, address: int, strides: tuple[int, ...], dtype: str) -> None:
+        """A tensor group: strides in elements of [B, S, H, D], or of packed [total, H, D]."""
+        if len(strides) == 3:
+            strides = (0, *strides)
+        self[f"{name}.data"] = address
+        parts = ("batch", "row", "head", "dim")
+        for part, stride in zip(parts, strides, strict=True):
+            self[f"{name}.stride_{part}"] = stride
+        self[f"{name}.dtype"] = DTYPES[dtype]
+
+    def explain(self, op: int = FORWARD) -> str:
+        """The plan of this call in words; raises Refused where there is none."""
+        text = ctypes.create_string_buffer(8192)
+        self.library.check(self.library.c.fa_explain(op, self.buffer, text, len(text)))
+        return text.value.decode()
+
+    def workspace_bytes(self, op: int = FORWARD) -> int:
+        """Bytes of device memory the call needs beside its tensors."""
+        size = ctypes.c_size_t()
+        self.library.check(self.library.c.fa_workspace_size(op, self.buffer, ctypes.byref(size)))
+        return size.value
+
+    def forward(self, stream: int, workspace: int = 0, workspace_bytes: int = 0) -> None:
+        """Launches the forward on `stream` (a cudaStream_t as a number)."""
+        needed = ctypes.c_size_t()
+        self.library.check(
+            self.library.c.fa_forward(
+                self.buffer,
+                workspace or None,
+                workspace_bytes,
+                ctypes.byref(needed),
+                stream or None,
+            )
+        )
+
+
+# --- values -------------------------------------------------------------------------------------
+
+
+def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
+    """The bytes of fp32 `values` in `dtype`; bfloat16 as uint16, rounded to nearest even."""
+    if dtype == "float16":
+        return values.astype(np.float16)
+    if dtype == "float32":
+        return values.astype(np.float32)
+    if dtype != "bfloat16":
+        raise ValueError(f"dtype {dtype}: float16, bfloat16 and float32 are known here.")
+    raw = values.astype(np.float32).view(np.uint32)
+    return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
+
+
+def from_bits(bits: np.ndarray, dtype: str) -> np.ndarray:
+    """fp64 values of what `to_bits` wrote."""
+    if dtype == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return bits.astype(np.float64)
+
+
+def reference(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool
+) -> tuple[np.ndarray, np.ndarray]:
+    """fp64 attention of one sequence: q [Sq, Hq, D], k and v [Sk, Hkv, D] → out, lse [Hq, Sq]."""
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
+    s = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(q.shape[2])
+    if causal:
+        i, j = np.arange(s.shape[1])[:, None], np.arange(s.shape[2])[None, :]
+        s = np.where(j <= i + s.shape[2] - s.shape[1], s, -np.inf)
+    top = s.max(axis=2, keepdims=True, initial=-np.inf)
+    p = np.exp(s - np.where(np.isfinite(top), top, 0))
+    total = p.sum(axis=2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (np.log(total) + np.where(np.isfinite(top), top, 0))[:, :, 0]
+    out = np.einsum("hij,jhd->ihd", p / np.where(total > 0, total, 1), v)
+    return out, lse
+
+
+# --- a CUDA device through cuda.bindings ------------------------------------------------------------
+
+
+class Cuda:
+    """Memory, streams and events of one device, by the runtime functions of cuda.bindings."""
+
+    def __init__(self, device: int = 0) -> None:
+        from cuda.bindings import runtime
+
+        self.rt = runtime
+        self._allocations: list[int] = []
+        self.call("cudaSetDevice", device)
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """One runtime call; its result, or RuntimeError with the call's name."""
+        status, *results = getattr(self.rt, name)(*arguments)
+        if status != self.rt.cudaError_t.cudaSuccess:
+            raise RuntimeError(f"{name} failed: {status.name}.")
+        return results[0] if results else None
+
+    def empty(self, size: int, fill: int = 0xFF) -> int:
+        """Address of `size` bytes; every byte is `fill` (0xFF is NaN in each floating type)."""
+        address = int(self.call("cudaMalloc", max(size, 16)))
+        self._allocations.append(address)
+        self.call("cudaMemset", address, fill, max(size, 16))
+        return address
+
+    def upload(self, array: np.ndarray) -> int:
+        """Address of a copy of `array` on the device."""
+        array = np.ascontiguousarray(array)
+        address = self.empty(array.nbytes)
+        if array.nbytes:
+            kind = self.rt.cudaMemcpyKind.cudaMemcpyHostToDevice
+            self.call("cudaMemcpy", address, array.ctypes.data, array.nbytes, kind)
+        return address
+
+    def download(self, address: int, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """A copy of device memory as an array; waits for all work of the device."""
+        array = np.empty(shape, dtype)
+        self.call("cudaDeviceSynchronize")
+        if array.nbytes:
+            kind = self.rt.cudaMemcpyKind.cudaMemcpyDeviceToHost
+            self.call("cudaMemcpy", array.ctypes.data, address, array.nbytes, kind)
+        return array
+
+    def stream(self) -> int:
+        """A new stream that does not wait for the default one."""
+        return int(self.call("cudaStreamCreateWithFlags", self.rt.cudaStreamNonBlocking))
+
+    def free_all(self) -> None:
+        """Gives back everything `empty` and `upload` took."""
+        while self._allocations:
+            self.call("cudaFree", self._allocations.pop())
