@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # In which memory order and which dtype are the results of a call allocated?
-"""One rule for the strides of outputs and gradients, shared by fakes, ctypes and the CPU backend."""
+"""One rule for strides of outputs and gradients: for fakes, ctypes and the CPU backend."""
 
 from __future__ import annotations
 

@@ -155,7 +155,7 @@ def _one_sequence(
         sink_logit = sinks[:, None].expand(heads_q, q_len)
         s = torch.cat([s, sink_logit[:, :, None]], dim=2)
     if s.shape[2] == 0:
-        return v.new_zeros(q_len, heads_q, v.shape[2]), sink_logit
+        return (s @ v.transpose(0, 1)).transpose(0, 1), sink_logit  # sums of nothing: zeros
     lse = torch.where(row_sees, torch.logsumexp(s, dim=2), sink_logit)
     p = torch.softmax(s, dim=2)[:, :, :k_len]
     out = (p @ v.transpose(0, 1)).transpose(0, 1)  # [q_len, Hq, Dv]

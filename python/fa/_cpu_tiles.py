@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Which rows and keys does one tile of the CPU backend take, and how are heads folded for matmul?
+"""Problem -> Part (sequences and heads that share one shape) -> tiles of rows and keys.
+
+A key is visible to a row iff first_key(row) <= key <= last_key(row). Both bounds grow with the row,
+so the keys that a tile of rows sees are one interval, and so are the rows that see any key. Tiles
+are cut to these intervals exactly: what lies outside is never read.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from fa._layout import accumulation_dtype
+from torch import Tensor
+
+TILE_M = 256
+TILE_N = 512
+# Scores of one tile over all its batch entries and heads: 4 MB in fp32, which stays in cache.
+TILE_SCORES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """What happens to a score; windows with causal folded in."""
+
+    scale: float
+    softcap: float
+    left: int
+    right: int
+    chunk: int
+    slopes: Tensor | None  # [Hq] or [B, Hq]
+    sinks: Tensor | None  # [Hq]
+
+    @staticmethod
+    def of(
+        q: Tensor,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        softmax_scale: float | None,
+        causal: bool,
+        window_left: int,
+        window_right: int,
+        attention_chunk: int,
+        softcap: float,
+    ) -> Options:
+        return Options(
+            scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
+            softcap=softcap,
+            left=window_left,
+            right=0 if causal else window_right,
+            chunk=attention_chunk,
+            slopes=alibi_slopes,
+            sinks=sinks,
+        )
+
+
+class Problem:
+    """One call: where each sequence lies, and how the work is cut."""
+
+    def __init__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        seqused_q: Tensor | None,
+        seqused_k: Tensor | None,
+        leftpad_k: Tensor | None,
+        kv_batch_idx: Tensor | None,
+        options: Options,
+    ) -> None:
+        self.options = options
+        self.acc = accumulation_dtype(q.dtype)
+        self.packed_q, self.packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
+        self.heads_q, self.heads_k = q.shape[-2], k.shape[-2]
+        batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
+        self.lse_shape = (
+            (self.heads_q, q.shape[0]) if self.packed_q else (batch, self.heads_q, q.shape[1])
+        )
+        q_begin, q_len = _extents(cu_seqlens_q, seqused_q, batch, q.shape[-3])
+        k_begin, k_used = _extents(cu_seqlens_k, seqused_k, batch, k.shape[-3])
+        pads = leftpad_k.tolist() if leftpad_k is not None else [0] * batch
+        kv_rows = kv_batch_idx.tolist() if kv_batch_idx is not None else list(range(batch))
+        # [q row, q_begin, q_len, k row, k_begin, k_len] of every sequence
+        self.sequences = [
+            (b, q_begin[b], q_len[b], kv_rows[b], k_begin[b] + pads[b], max(0, k_used[b] - pads[b]))
+            for b in range(batch)
+        ]
+
+    def parts(self) -> Iterator[Part]:
+        """Runs of batch entries of one shape, cut so that a tile's scores fit TILE_SCORES."""
+        group = self.heads_q // self.heads_k
+        first = 0
+        while first < len(self.sequences):
+            count = self._equal_run(first)
+            _, _, q_len, _, _, k_len = self.sequences[first]
+            scores = max(1, group * min(TILE_M, q_len) * min(TILE_N, k_len))
+            heads = min(self.heads_k, max(1, TILE_SCORES // scores))
+            step = max(1, TILE_SCORES // (scores * heads)) if heads == self.heads_k else 1
+            for b in range(first, first + count, step):
+                size = min(step, first + count - b)
+                for head in range(0, self.heads_k, heads):
+                    yield Part(self, b, size, head, min(heads, self.heads_k - head))
+            first += count
+
+    def _equal_run(self, first: int) -> int:
+        """How many batch entries from `first` on can be one slice of dense q and dense k."""
+        if self.packed_q or self.packed_k:
+            return 1
+        count, head = 1, self.sequences[first]
+        while first + count < len(self.sequences):
+            row = self.sequences[first + count]
+            if row[1:3] != head[1:3] or row[4:] != head[4:] or row[3] != head[3] + count:
+                break
+            count += 1
+        return count
+
+
+class Part:
+    """`size` batch entries of equal lengths and `heads` key/value heads with their query heads."""
+
+    def __init__(self, problem: Problem, batch: int, size: int, head: int, heads: int) -> None:
+        self.options, self.acc = problem.options, problem.acc
+        self._packed_q, self._packed_k = problem.packed_q, problem.packed_k
+        self._b, self._q0, self.q_len, self._kb, self._k0, self.k_len = problem.sequences[batch]
+        self._size, self.heads = size, heads
+        self.group = problem.heads_q // problem.heads_k
+        self._heads_k = slice(head, head + heads)
+        self._heads_q = slice(head * self.group, (head + heads) * self.group)
+        self._offset = self.k_len - self.q_len  # row i stands at position i + offset of the keys
+        self._hidden: tuple[tuple[int, ...], Tensor | None] | None = None
+
+    # ---- the band ----
+
+    def first_key(self, row: int) -> int:
+        """May lie beyond the last key of the sequence; never below 0."""
+        position, key = row + self._offset, 0
+        if self.options.left >= 0:
+            key = max(key, position - self.options.left)
+        if self.options.chunk > 0:
+            key = max(key, position // self.options.chunk * self.options.chunk)
+        return key
+
+    def last_key(self, row: int) -> int:
+        """May lie below 0; never beyond the last key of the sequence."""
+        position, key = row + self._offset, self.k_len - 1
+        if self.options.right >= 0:
+            key = min(key, position + self.options.right)
+        if self.options.chunk > 0:
+            key = min(key, (position // self.options.chunk + 1) * self.options.chunk - 1)
+        return key
+
+    def row_tiles(self) -> Iterator[tuple[int, int]]:
+        """Tiles of the rows that see at least one key."""
+        rows = range(self.q_len)
+        begin = bisect_left(rows, 0, key=self.last_key)
+        end = bisect_left(rows, self.k_len, key=self.first_key)
+        for first in range(begin, end, TILE_M):
+            yield first, min(first + TILE_M, end)
+
+    def key_tiles(self, begin: int, end: int) -> Iterator[tuple[int, int]]:
+        """Tiles of the keys that some row of [begin, end) sees, and no others."""
+        last = self.last_key(end - 1) + 1
+        # Few query rows (decoding) leave room for more keys in a tile of the same size.
+        step = max(TILE_N, min(8 * TILE_N, TILE_M * TILE_N // (self.group * (end - begin))))
+        for first in range(self.first_key(begin), last, step):
+            yield first, min(first + step, last)
+
+    def _hidden_keys(self, begin: int, end: int, first: int, last: int) -> Tensor | None:
+        """bool (tile_m, tile_n), or None where every row of the tile sees every key of it."""
+        if self.first_key(end - 1) <= first and self.last_key(begin) >= last - 1:
+            return None
+        key = (begin, end, first, last)
+        if self._hidden is None or self._hidden[0] != key:
+            position = torch.arange(begin, end)[:, None] + self._offset
+            keys = torch.arange(first, last)
+            hidden = torch.zeros(end - begin, last - first, dtype=torch.bool)
+            if self.options.left >= 0:
+                hidden |= keys < position - self.options.left
+            if self.options.right >= 0:
+                hidden |= keys > position + self.options.right
+            if self.options.chunk > 0:
+                begins = (
+                    position.div(self.options.chunk, rounding_mode="floor") * self.options.chunk
+                )
+                hidden |= (keys < begins) | (keys >= begins + self.options.chunk)
+            self._hidden = (key, hidden)
+        return self._hidden[1]
+
+    def hide(self, x: Tensor, begin: int, end: int, first: int, last: int, value: float) -> None:
+        """Overwrites the hidden elements of x (batch x heads_k, group x tile_m, tile_n)."""
+        hidden = self._hidden_keys(begin, end, first, last)
+        if hidden is not None:
+            x.unflatten(1, (self.group, end - begin)).masked_fill_(hidden, value)
+
+    # ---- scores ----
+
+    def scores(
+        self, q_t: Tensor, k_t: Tensor, begin: int, end: int, first: int, last: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """S of one tile, -inf where hidden, and tanh(S / softcap) if there is a softcap.
+
+        q_t already carries the scale; S is (batch x heads_k, group x tile_m, tile_n).
+        """
+        s = torch.bmm(q_t, k_t.transpose(1, 2))
+        tanh = None
+        if self.options.softcap > 0:
+            tanh = s.div_(self.options.softcap).tanh_()
+            s = tanh * self.options.softcap
+        if self.options.slopes is not None:
+            slopes = self.options.slopes
+            slopes = slopes if slopes.dim() == 1 else slopes[self._b : self._b + self._size]
+            slopes = slopes.expand(self._size, -1)[:, self._heads_q].to(self.acc)
+            rows = torch.arange(begin, end) + self._offset
+            distance = (rows[:, None] - torch.arange(first, last)).abs_().to(self.acc)
+            heads = s.view(self._size, self.heads * self.group, end - begin, last - first)
+            heads.addcmul_(slopes[:, :, None, None], distance, value=-1)
+        self.hide(s, begin, end, first, last, -math.inf)
+        return s, tanh
+
+    # ---- slices of the call's tensors ----
+
+    def rows(self, t: Tensor, begin: int, end: int) -> Tensor:
+        """View [size, end - begin, heads_q, D] of q, out and their gradients."""
+        if self._packed_q:
+            return t[self._q0 + begin : self._q0 + end, self._heads_q].unsqueeze(0)
+        return t[self._b : self._b + self._size, begin:end, self._heads_q]
+
+    def keys(self, t: Tensor, first: int, last: int) -> Tensor:
+        """View [size, last - first, heads_k, D] of k, v and their gradients."""
+        span = slice(self._k0 + first, self._k0 + last)
+        if self._packed_k:
+            return t[span, self._heads_k].unsqueeze(0)
+        return t[self._kb : self._kb + self._size, span, self._heads_k]
+
+    def lse(self, t: Tensor) -> Tensor:
+        """View [size, heads_q, q_len] of lse and dlse."""
+        if self._packed_q:
+            return t[self._heads_q, self._q0 : self._q0 + self.q_len].unsqueeze(0)
+        return t[self._b : self._b + self._size, self._heads_q, : self.q_len]
+
+    def sinks(self) -> Tensor:
+        """[size, heads_q] in the accumulation dtype."""
+        assert self.options.sinks is not None
+        return self.options.sinks[self._heads_q].to(self.acc).expand(self._size, -1)
+
+    # ---- values per row: [size, heads_q, rows] outside, (batch x heads_k, group x rows, 1) inside
+
+    def per_row(self, values: Tensor, rows: int) -> Tensor:
+        """[size, heads_q] repeated for every row of a tile; a fresh tensor."""
+        return values[:, :, None].repeat(1, 1, rows).view(self._size * self.heads, -1, 1)
+
+    def load_row_values(self, values: Tensor, begin: int, end: int) -> Tensor:
+        tile = values[:, :, begin:end].to(self.acc)
+        return tile.reshape(self._size * self.heads, self.group * (end - begin), 1)
+
+    def store_row_values(self, tile: Tensor, values: Tensor, begin: int, end: int) -> None:
+        values[:, :, begin:end].copy_(tile.view(self._size, self.heads * self.group, end - begin))
+
+    # ---- sums of the backward ----
+
+    def key_sums(self, t: Tensor) -> Tensor:
+        shape = (self._size * self.heads, self.k_len, t.shape[-1])
+        return torch.zeros(shape, dtype=self.acc, device=t.device)
+
+    def add_keys(self, sums: Tensor, gradient: Tensor) -> None:
+        """The gradient starts at zero, so adding rounds once unless a cache row is shared."""
+        view = self.keys(gradient, 0, self.k_len).transpose(1, 2)
+        view.add_(sums.unflatten(0, (self._size, self.heads)))
+
+    def add_sinks(self, dsinks: Tensor, lse: Tensor, row_gradients: Tensor) -> None:
+        """dsinks += sum over rows of p_sink * (dlse - dO.O); rows that see no key have O = 0."""
+        lse = lse.to(self.acc).masked_fill(lse == -math.inf, math.inf)
+        p = torch.exp(self.sinks()[:, :, None] - lse)
+        # P = 0 is selected: dlse of a row whose LSE is -inf may be anything.
+        dsinks[self._heads_q] += (p * row_gradients).masked_fill_(p == 0, 0.0).sum(dim=(0, 2))
+
+
+def fold_heads(x: Tensor, group: int, dtype: torch.dtype) -> Tensor:
+    """[b, rows, heads, D] -> (b x heads / group, group x rows, D), copied only if it must be."""
+    x = x.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)  # [b, heads_k, group, rows, D]
+    if x.dtype != dtype:
+        x = torch.empty(x.shape, dtype=dtype, device=x.device).copy_(x)
+    return x.flatten(2, 3).flatten(0, 1)
+
+
+def unfold_heads(tile: Tensor, target: Tensor, group: int) -> None:
+    """Writes (b x heads / group, group x rows, D) to the view [b, rows, heads, D]."""
+    view = target.unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4)
+    view.copy_(tile.view(view.shape))
+
+
+def _extents(
+    cu_seqlens: Tensor | None, seqused: Tensor | None, batch: int, rows: int
+) -> tuple[list[int], list[int]]:
+    """First row and number of rows of every sequence in its tensor."""
+    if cu_seqlens is None:
+        begins, lengths = [0] * batch, [rows] * batch
+    else:
+        ends = cu_seqlens.tolist()
+        begins = ends[:-1]
+        lengths = [end - begin for begin, end in zip(begins, ends[1:], strict=True)]
+    return begins, lengths if seqused is None else seqused.tolist()
