@@ -33,6 +33,9 @@ def _settings(config_settings: Settings) -> dict[str, Any]:
     print(line, flush=True)
     settings.pop("skbuild.cmake.define.FA_ARCHS", None)
     settings["cmake.define.FA_ARCHS"] = ";".join(archs) or "none"
+    # Stated every time, so that a kept build folder does not remember an earlier call's answer.
+    for name in ("PROFILE", "ONLY", "NVCC", "CUTLASS_DIR"):
+        settings.setdefault(f"cmake.define.FA_{name}", os.environ.get(f"FA_{name}", ""))
     folder = os.environ.get("FA_BUILD_DIR")
     if folder and not {"build-dir", "skbuild.build-dir"} & settings.keys():
         settings["build-dir"] = folder

@@ -45,7 +45,7 @@ def parse_ptxas(text: str) -> tuple[list[dict[str, object]], list[str]]:
         elif match := re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
         ):
-            # The block of a device function that is not inlined has no entry of its own: keep the worst.
+            # A device function that is not inlined has no entry of its own: keep the worst.
             for key, value in zip(
                 ("stack", "spill_stores", "spill_loads"), match.groups(), strict=True
             ):
@@ -57,7 +57,7 @@ def parse_ptxas(text: str) -> tuple[list[dict[str, object]], list[str]]:
 
 
 def run(command: list[str]) -> tuple[int, str, float, float, bool]:
-    """Runs the command; returns status, its stderr, seconds, peak MB and whether ccache answered."""
+    """Runs the command; returns status, stderr, seconds, peak MB and whether ccache answered."""
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         environment = dict(os.environ, CCACHE_STATSLOG=log.name)
         start = time.monotonic()

@@ -61,7 +61,7 @@ def _capabilities() -> tuple[list[float], str]:
 
 
 def archs_for(capabilities: list[float]) -> list[str]:
-    """The Ampere kernels serve every GPU from 8.0 on, newer ones through PTX; Hopper has its own."""
+    """The Ampere kernels serve every GPU from 8.0 on, newer ones by PTX; Hopper has its own."""
     if any(9.0 <= c < 10.0 for c in capabilities):
         return ["80", "90a"]
     return ["80"] if any(c >= 8.0 for c in capabilities) else []
