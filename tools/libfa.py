@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# How is libfa called without torch? ctypes for the library, cuda.bindings for memory, streams and events.
+# How is libfa called without torch? By ctypes; cuda.bindings gives memory and streams.
 """A torch-free caller of the C interface, for the driver test, the sanitizers and host timings.
 
 Offsets come from `fa_abi_layout()` at run time, so this file holds no copy of the struct.
@@ -48,9 +48,9 @@ class KernelDesc(ctypes.Structure):
         *[
             (name, ctypes.c_int32)
             for name in (
-                "op arch dtype dim_qk dim_v mask kv tile_m tile_n stages threads smem_bytes "
-                "registers local_bytes"
-            ).split()
+                *("op", "arch", "dtype", "dim_qk", "dim_v", "mask", "kv", "tile_m", "tile_n"),
+                *("stages", "threads", "smem_bytes", "registers", "local_bytes"),
+            )
         ],
     ]
 
@@ -252,7 +252,7 @@ def reference(
     return out, lse
 
 
-# --- a CUDA device through cuda.bindings ------------------------------------------------------------
+# --- a CUDA device through cuda.bindings --------------------------------------------------------
 
 
 class Cuda:

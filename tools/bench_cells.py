@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What is one measurement, and what do two of them say about each other? No torch, no GPU.
+"""Cells, JSON lines, ratios to the best peer, geometric means and comparisons of the benchmark."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+# The fields of one JSON line, in order; every line has all of them, null where one has no meaning.
+FIELDS = (
+    *(
+        "date",
+        "commit",
+        "gpu",
+        "driver",
+        "torch",
+        "op",
+        "dtype",
+        "head_dim",
+        "head_dim_v",
+        "causal",
+    ),
+    *("window", "batch", "heads_q", "heads_k", "seqlen_q", "seqlen_k", "score", "layout"),
+    *("deterministic", "num_splits", "impl", "row", "median_ms", "tflops", "gbs", "repeats"),
+    *("timer", "l2", "run_id"),
+)
+CELL_FIELDS = (
+    *("op", "dtype", "head_dim", "head_dim_v", "causal", "window", "batch", "heads_q", "heads_k"),
+    *("seqlen_q", "seqlen_k", "score", "layout", "deterministic", "num_splits", "l2"),
+)
+LENGTHS = (1024, 4096, 16384)
+HEAD_DIMS = (64, 128, 256)
+TOKENS = 16384
+HIDDEN = 2048
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape of the forward table: `tokens` rows in total, `HIDDEN / head_dim` heads."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    seqlen: int
+    tokens: int = TOKENS
+    hidden: int = HIDDEN
+
+    @property
+    def batch(self) -> int:
+        return max(1, self.tokens // self.seqlen)
+
+    @property
+    def heads(self) -> int:
+        return max(1, self.hidden // self.head_dim)
+
+    @property
+    def flops(self) -> float:
+        """4 B H S^2 D, half of it under a causal mask."""
+        full = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim
+        return full / 2 if self.causal else full
+
+    @property
+    def bytes(self) -> float:
+        """q, k, v read once and out written once, 2 bytes an element."""
+        return 4 * 2.0 * self.batch * self.seqlen * self.heads * self.head_dim
+
+    @property
+    def name(self) -> str:
+        mask = "causal" if self.causal else "full"
+        return f"{self.dtype} d{self.head_dim} {mask} s{self.seqlen}"
+
+    def fields(self) -> Record:
+        """What this cell contributes to its JSON lines."""
+        return {
+            "op": "forward",
+            "dtype": self.dtype,
+            "head_dim": self.head_dim,
+            "head_dim_v": self.head_dim,
+            "causal": self.causal,
+            "window": [-1, -1],
+            "batch": self.batch,
+            "heads_q": self.heads,
+            "heads_k": self.heads,
+            "seqlen_q": self.seqlen,
+            "seqlen_k": self.seqlen,
+            "score": "scale",
+            "layout": "bshd",
+            "deterministic": False,
+            "num_splits": 0,
+        }
+
+
+def forward_cells(
+    dtypes: Iterable[str],
+    head_dims: Iterable[int] = HEAD_DIMS,
+    lengths: Iterable[int] = LENGTHS,
+    tokens: int = TOKENS,
+    hidden: int = HIDDEN,
+) -> list[Cell]:
+    """The cells of the forward table, in its order."""
+    dims, sizes = list(head_dims), list(lengths)
+    return [
+        Cell(dtype, dim, causal, length, tokens, hidden)
+        for dtype in dtypes
+        for dim in dims
+        for causal in (False, True)
+        for length in sizes
+    ]
+
+
+def record(**known: Any) -> Record:
+    """A JSON line with every field, null where not given; an unknown field is a ValueError."""
+    unknown = set(known) - set(FIELDS)
+    if unknown:
+        raise ValueError(f"fields {sorted(unknown)} are not part of a benchmark line.")
+    return {name: known.get(name) for name in FIELDS}
+
+
+def cell_key(line: Record) -> tuple[Any, ...]:
+    """Equal for lines that measured the same thing, whoever did the work."""
+    return tuple(str(line[name]) for name in CELL_FIELDS)
+
+
+def column(line: Record) -> str:
+    """Who did the work: a peer's name, or ours with its architecture ("fa sm90")."""
+    row = line["row"] or ""
+    return f"fa {row.split('_')[0]}" if line["impl"] == "fa" and row else line["impl"]
+
+
+def is_ours(name: str) -> bool:
+    """Whether a column is one of ours; "fa2" is not."""
+    return name == "fa" or name.startswith(("fa ", "fa."))
+
+
+def by_cell(lines: Iterable[Record], op: str) -> dict[tuple[Any, ...], dict[str, Record]]:
+    """{cell: {column: line}} of one op, in the order of the lines."""
+    cells: dict[tuple[Any, ...], dict[str, Record]] = {}
+    for line in lines:
+        if line["op"] == op:
+            cells.setdefault(cell_key(line), {})[column(line)] = line
+    return cells
+
+
+def best_peer(columns: dict[str, Record], among: Iterable[str] | None = None) -> Record | None:
+    """The fastest line that is not ours."""
+    peers = [
+        line
+        for name, line in columns.items()
+        if not is_ours(name) and (among is None or name in set(among))
+    ]
+    return min(peers, key=lambda line: line["median_ms"]) if peers else None
+
+
+def ratio(ours: Record, peer: Record) -> float:
+    """How many times as fast as `peer` ours is: above 1 is faster."""
+    return peer["median_ms"] / ours["median_ms"]
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """NaN for no values."""
+    logs = [math.log(value) for value in values]
+    return math.exp(sum(logs) / len(logs)) if logs else math.nan
+
+
+def read_lines(path: Path | str) -> list[Record]:
+    """Every line of a JSON-lines file; a line with other fields is a ValueError."""
+    lines = []
+    for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
+        if not text.strip():
+            continue
+        line = json.loads(text)
+        if set(line) != set(FIELDS):
+            wrong = sorted(set(line) ^ set(FIELDS))
+            raise ValueError(f"{path}:{number}: fields {wrong} are missing or unknown.")
+        lines.append(line)
+    return lines
+
+
+def write_lines(path: Path | str, lines: Iterable[Record]) -> None:
+    """Replaces the file at `path`."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+# --- tables -------------------------------------------------------------------------------------
+
+
+def columns_of(cells: dict[tuple[Any, ...], dict[str, Record]]) -> list[str]:
+    """Ours first, then the peers, each in order of appearance."""
+    names = dict.fromkeys(name for columns in cells.values() for name in columns)
+    return sorted(names, key=lambda name: not is_ours(name))
+
+
+def forward_table(lines: Iterable[Record], op: str = "forward") -> list[str]:
+    """A Markdown table: TFLOP/s of every column, ratios of ours, and their geometric means.
+
+    A Hopper row is held against the best peer of its cell, an Ampere row against FA2 (the peer of
+    its own generation) where that was measured.
+    """
+    cells = by_cell(lines, op)
+    if not cells:
+        return []
+    names = columns_of(cells)
+    ours = [name for name in names if is_ours(name)]
+    header = ["cell", *names, *[f"{name} / {rival_name(name)}" for name in ours]]
+    rows = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    ratios: dict[str, list[float]] = {name: [] for name in ours}
+    for columns in cells.values():
+        any_line = next(iter(columns.values()))
+        mask = "causal" if any_line["causal"] else "full"
+        texts = [f"{any_line['dtype']} D{any_line['head_dim']} {mask} S{any_line['seqlen_q']}"]
+        texts += [_number(columns[n]["tflops"]) if n in columns else "–" for n in names]
+        for name in ours:
+            peer = rival(columns, name)
+            if name in columns and peer is not None:
+                ratios[name].append(ratio(columns[name], peer))
+                texts.append(f"{ratios[name][-1]:.2f} ({column(peer)})")
+            else:
+                texts.append("–")
+        rows.append("| " + " | ".join(texts) + " |")
+    for name in ours:
+        if ratios[name]:
+            rows.append("")
+            rows.append(
+                f"{name}: geometric mean {geometric_mean(ratios[name]):.3f} × {rival_name(name)}, "
+                f"worst cell {min(ratios[name]):.2f}, {len(ratios[name])} cells."
+            )
+    return rows
+
+
+def rival_name(name: str) -> str:
+    """What a column of ours is held against."""
+    return "FA2" if name == "fa sm80" else "best peer"
+
+
+def rival(columns: dict[str, Record], name: str) -> Record | None:
+    """The line a column of ours is held against in its cell; None where nothing was measured."""
+    if name == "fa sm80" and "fa2" in columns:
+        return columns["fa2"]
+    return best_peer(columns)
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 10 else f"{value:.3g}"
+
+
+def other_table(lines: Iterable[Record]) -> list[str]:
+    """Host times, GEMM ceiling and copy, one Markdown row each."""
+    chosen = [line for line in lines if line["op"] in ("host", "gemm", "copy")]
+    if not chosen:
+        return []
+    sdpa = next((n["median_ms"] for n in chosen if (n["op"], n["impl"]) == ("host", "sdpa")), None)
+    rows = ["| what | who | figure | to SDPA |", "|---|---|---|---|"]
+    for line in chosen:
+        if line["op"] == "host":
+            figure = f"{line['median_ms'] * 1000:.1f} µs per call"
+            share = f"{line['median_ms'] / sdpa:.2f}" if sdpa else "–"
+        elif line["op"] == "gemm":
+            figure, share = f"{_number(line['tflops'])} TFLOP/s", ""
+        else:
+            figure, share = f"{line['gbs'] / 1000:.3g} TB/s", ""
+        what = f"{line['op']} {line['dtype']}"
+        rows.append(f"| {what} | {line['impl']} | {figure} | {share} |")
+    return rows
+
+
+# --- two runs -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """One column of one cell in two runs. `gain` 0.05: 5 % faster than before."""
+
+    cell: str
+    name: str
+    row: str
+    before: float
+    after: float
+    unit: str  # "x best of <peers>" or "ms"
+
+    @property
+    def gain(self) -> float:
+        change = self.after / self.before
+        return (1 / change if self.unit == "ms" else change) - 1
+
+
+def compare(old: list[Record], new: list[Record]) -> list[Change]:
+    """Ours in `new` against the same cells in `old`.
+
+    Figures of two runs differ by the machine's mood, so what is compared is the ratio to the best
+    of the peers that both runs measured in the cell; the milliseconds only where there is none.
+    """
+    changes = []
+    for op in ("forward", "backward", "decode", "host"):
+        before_cells = by_cell(old, op)
+        for key, columns in by_cell(new, op).items():
+            before = before_cells.get(key, {})
+            common = [n for n in columns if n in before and not is_ours(n)]
+            for name, line in columns.items():
+                if not is_ours(name) or name not in before:
+                    continue
+                then, now = before[name]["median_ms"], line["median_ms"]
+                unit = "ms"
+                old_peer, new_peer = best_peer(before, common), best_peer(columns, common)
+                if old_peer and new_peer:
+                    then, now = ratio(before[name], old_peer), ratio(line, new_peer)
+                    unit = "x best of " + ", ".join(common)
+                mask = "causal" if line["causal"] else "full"
+                cell = f"{op} {line['dtype']} D{line['head_dim']} {mask} S{line['seqlen_q']}"
+                changes.append(Change(cell, name, line["row"] or "", then, now, unit))
+    return changes
+
+
+def change_table(changes: Iterable[Change]) -> list[str]:
+    """A Markdown table of before and after."""
+    rows = ["| cell | row | before | after | gain | unit |", "|---|---|---|---|---|---|"]
+    for c in changes:
+        rows.append(
+            f"| {c.cell} | {c.row or c.name} | {c.before:.4g} | {c.after:.4g} "
+            f"| {c.gain * 100:+.1f} % | {c.unit} |"
+        )
+    return rows

@@ -1,0 +1,304 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Who computes a cell, and how long does it take? Implementations side by side, and the clocks.
+"""Callables of ours and of the peers for one cell, and interleaved timing of several callables."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from bench_cells import Cell
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import fa
+
+L2_FLUSH_BYTES = 256 << 20
+TOLERANCE = {"bfloat16": 4e-2, "float16": 8e-3}  # largest difference of two right answers
+
+
+@dataclass
+class Impl:
+    """One way to compute a cell. `context` is entered around its calls (backend choice)."""
+
+    name: str
+    call: Callable[[], Any]
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    row: str | None = None
+    samples_ms: list[float] = field(default_factory=list)
+
+    def quantile(self, share: float) -> float:
+        """Of the time per call in milliseconds; share 0.5 is the median."""
+        ordered = sorted(self.samples_ms)
+        if share == 0.5:
+            return statistics.median(ordered)
+        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def cell_tensors(cell: Cell, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
+    """q, k, v [B, S, H, D] of standard normal values."""
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
+    dtype = getattr(torch, cell.dtype)
+    return tuple(
+        torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)
+    )
+
+
+def row_of(text: str) -> str | None:
+    """The id of the kernel row that a plan's text names: the first word sm80_… or sm90_…"""
+    for word in text.replace(",", " ").replace(":", " ").replace("(", " ").split():
+        if word.startswith(("sm80_", "sm90_")):
+            return word.rstrip(".;)")
+    return None
+
+
+def ours(cell: Cell, tensors: tuple[torch.Tensor, ...], backend: str) -> Impl | str:
+    """The cell on one of our backends, or the reason why that cannot run."""
+    q, k, v = tensors
+
+    def call() -> torch.Tensor:
+        return fa.attention(q, k, v, causal=cell.causal)
+
+    def context() -> AbstractContextManager[Any]:
+        return fa.backend(backend)
+
+    with context():
+        reason = fa.supports(q, k, v, causal=cell.causal)
+        if reason is not True:
+            return str(reason)
+        row = "cpu" if backend == "cpu" else row_of(fa.explain(q, k, v, causal=cell.causal))
+    return Impl("fa", call, context, row)
+
+
+def _sdpa(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, kind: SDPBackend) -> Impl:
+    q, k, v = (t.transpose(1, 2) for t in tensors)  # [B, H, S, D] views
+
+    def call() -> torch.Tensor:
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+        return out.transpose(1, 2)
+
+    return Impl(name, call, lambda: sdpa_kernel(kind))
+
+
+def _module_call(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, module: str) -> Impl:
+    function = importlib.import_module(module).flash_attn_func
+    q, k, v = tensors
+
+    def call() -> torch.Tensor:
+        result = function(q, k, v, causal=cell.causal)
+        return result[0] if isinstance(result, tuple) else result
+
+    return Impl(name, call)
+
+
+def _first_module(*names: str) -> str | None:
+    for name in names:
+        try:
+            if hasattr(importlib.import_module(name), "flash_attn_func"):
+                return name
+        except Exception as error:  # a peer that is broken here must not stop the others
+            if not isinstance(error, ModuleNotFoundError):
+                print(f"peer {name} cannot be imported: {type(error).__name__}: {error}")
+    return None
+
+
+def peer_modules() -> dict[str, str]:
+    """Importable peers outside of torch: {"fa3": module, "fa4": module}."""
+    found = {
+        "fa3": _first_module("fa3_fwd_interface", "flash_attn_interface"),
+        "fa4": _first_module("flash_attn.cute", "flash_attn.cute.interface"),
+    }
+    return {name: module for name, module in found.items() if module}
+
+
+def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]) -> list[Impl]:
+    """Everyone else who can compute this cell."""
+    if tensors[0].device.type == "cpu":
+        return [_sdpa(cell, tensors, "sdpa", SDPBackend.MATH)]
+    found = [
+        _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
+        _sdpa(cell, tensors, "cudnn", SDPBackend.CUDNN_ATTENTION),
+    ]
+    found += [_module_call(cell, tensors, name, module) for name, module in modules.items()]
+    return found
+
+
+def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
+    """Who runs and agrees with the others; sentences about who does not.
+
+    The first peer that runs is the measure; the times of a wrong answer are worth nothing.
+    """
+    good: list[Impl] = []
+    notes: list[str] = []
+    answers: list[torch.Tensor] = []
+    for impl in sorted(impls, key=lambda impl: impl.name == "fa"):
+        try:
+            with impl.context():
+                answer = impl.call().float()
+            if answer.is_cuda:
+                torch.cuda.synchronize()
+        except Exception as error:
+            notes.append(
+                f"{cell.name}: {impl.name} did not run: {type(error).__name__}: "
+                f"{str(error).splitlines()[0] if str(error) else ''}"
+            )
+            continue
+        if answers:
+            gap = (answer - answers[0]).abs().max().item()
+            if not gap <= TOLERANCE.get(cell.dtype, 1e-4):
+                notes.append(
+                    f"{cell.name}: WRONG: {impl.name} {impl.row or ''} differs from "
+                    f"{good[0].name} by {gap:.3g}; it is not timed."
+                )
+                continue
+        else:
+            answers.append(answer)
+        good.append(impl)
+    return good, notes
+
+
+# --- clocks -------------------------------------------------------------------------------------
+
+
+class Timer:
+    """Times calls: CUDA events on a GPU (L2 hot or cold), the host clock on a CPU."""
+
+    def __init__(self, device: str, l2: str = "hot") -> None:
+        self.cuda = device.startswith("cuda")
+        self.name = "events" if self.cuda else "host"
+        self.l2 = l2
+        self.flush = None
+        if self.cuda and l2 == "cold":
+            self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
+
+    def sync(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def sample(self, call: Callable[[], Any], calls: int) -> float:
+        """Milliseconds per call of `calls` calls in a row (cold: each timed alone)."""
+        if not self.cuda:
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return (time.perf_counter() - start) * 1e3 / calls
+        pairs = []
+        for _ in range(calls if self.flush is not None else 1):
+            if self.flush is not None:
+                self.flush.fill_(1)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            for _ in range(1 if self.flush is not None else calls):
+                call()
+            end.record()
+            pairs.append((begin, end))
+        torch.cuda.synchronize()
+        total = sum(begin.elapsed_time(end) for begin, end in pairs)
+        return total / calls
+
+
+def time_interleaved(
+    impls: list[Impl], timer: Timer, repeats: int, sample_ms: float, max_calls: int = 50
+) -> None:
+    """Fills `samples_ms` of every implementation; one sample of each per round, order rotated."""
+    calls = {}
+    for impl in impls:
+        impl.samples_ms.clear()
+        with impl.context():
+            timer.sample(impl.call, 2)
+            estimate = timer.sample(impl.call, 2)
+        calls[impl.name, impl.row] = max(1, min(max_calls, round(sample_ms / max(estimate, 1e-4))))
+    for turn in range(repeats):
+        for step in range(len(impls)):
+            impl = impls[(turn + step) % len(impls)]
+            with impl.context():
+                impl.samples_ms.append(timer.sample(impl.call, calls[impl.name, impl.row]))
+
+
+@contextlib.contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """The collector would fall into single samples of microseconds."""
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+# --- host time ----------------------------------------------------------------------------------
+
+
+def _c_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
+    """fa_forward through ctypes with a ready struct: no checks, no allocation, no torch."""
+    import ctypes
+
+    import libfa
+
+    library = libfa.Library()
+    out, lse = (
+        torch.empty_like(q),
+        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
+    )
+    p = libfa.Params(library)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
+        p.tensor(name, tensor.data_ptr(), tensor.stride(), str(q.dtype).removeprefix("torch."))
+    p["lse.data"], p["lse.stride_batch"], p["lse.stride_head"] = lse.data_ptr(), *lse.stride()[:2]
+    for name, value in zip(("batch", "seqlen_q", "heads_q", "dim_qk"), q.shape, strict=True):
+        p[f"shape.{name}"] = value
+    p["shape.seqlen_k"], p["shape.heads_k"], p["shape.dim_v"] = k.shape[1], k.shape[2], v.shape[3]
+    stream = torch.cuda.current_stream().cuda_stream
+    needed, buffer, forward = ctypes.c_size_t(), p.buffer, library.c.fa_forward
+    p.forward(stream)  # raises where the timed call would only return a status
+    kept = (out, lse, p)
+
+    def call() -> Any:
+        return forward(buffer, None, 0, needed, stream) or kept
+
+    return call
+
+
+def host_impls(device: str, dtype: torch.dtype) -> list[Impl]:
+    """B 1, S 128, H 8, D 128 by every entry; SDPA chooses its own kernel."""
+    shape = (1, 128, 8, 128)
+    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
+    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
+    raw, public = torch.ops.fa._forward.default, torch.ops.fa.forward
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    impls = [
+        Impl("sdpa", lambda: sdpa(qt, kt, vt)),
+        Impl("fa.raw_op", lambda: raw(q, k, v)),
+        Impl("fa.attention", lambda: fa.attention(q, k, v)),
+        Impl("fa.ops.forward", lambda: public(q, k, v)),
+    ]
+    if device.startswith("cuda"):
+        impls.append(Impl("fa.c_call", _c_call(q, k, v)))
+    return impls
+
+
+def time_host(impls: list[Impl], cuda: bool, repeats: int, calls: int) -> None:
+    """Fills `samples_ms` with host time per call, without a wait inside a sample."""
+    with torch.no_grad(), no_garbage_collection(), ExitStack():
+        for turn in range(repeats + 2):
+            for step in range(len(impls)):
+                impl = impls[(turn + step) % len(impls)]
+                if cuda:
+                    torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(calls):
+                    impl.call()
+                elapsed = (time.perf_counter() - start) * 1e3 / calls
+                if turn >= 2:  # two rounds to warm up
+                    impl.samples_ms.append(elapsed)
+    if cuda:
+        torch.cuda.synchronize()
