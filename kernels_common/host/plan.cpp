@@ -1,0 +1,136 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What will run? Row, grid, order of tiles, workspace; every size comes from the row's entry, never
+// from a second formula.
+#include "kernels_common/host/plan.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <limits>
+
+#include "kernels_common/device/tile_scheduler.h"
+#include "kernels_common/host/error.h"
+#include "kernels_common/host/refusal.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kSectionBytes = 24 << 20;
+
+// Query heads walked together: those whose K and V stay in L2 while every row tile of them is
+// worked on. Heads of one group share K and V, so sections are whole groups. At most half of the
+// cache: Q, O and the next section pass through.
+int section_heads(const Problem& p, const DeviceInfo& device, int heads) {
+  const int64_t budget = std::min(kSectionBytes, std::max<int64_t>(device.l2_bytes / 2, 1 << 20));
+  const int64_t keys = std::max<int64_t>(1, p.packed_k() ? p.seq.total_k : p.seq.seqlen_k);
+  const int element = p.kv_dtype == DType::kE4m3 ? 1 : 2;
+  const int64_t group = p.heads_q / p.heads_k;
+  const int64_t key_heads = std::max<int64_t>(1, budget / (keys * (p.dim_qk + p.dim_v) * element));
+  return static_cast<int>(
+      std::clamp<int64_t>(std::min<int64_t>(key_heads, heads) * group, 1, heads));
+}
+
+bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
+  return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
+}
+
+}  // namespace
+
+fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Plan* plan) {
+  FA_TRY(select(p, device, table, &plan->main));
+  const KernelEntry& row = *plan->main;
+  const int64_t tiles_m = row_tiles(row, p);
+  const int64_t heads = p.packed_q() ? p.heads_q : int64_t{p.heads_q} * p.seq.batch;
+  const int64_t limit = std::numeric_limits<int32_t>::max();
+  if (heads > limit || (heads > 0 && tiles_m > limit / heads))
+    return fail(FA_ERROR_UNSUPPORTED,
+                "fa: not supported: %" PRId64 " row tiles of each of %" PRId64
+                " heads (batch * heads_q) exceed 2^31 - 1 "
+                "tiles in one call. Split the call along the batch.",
+                tiles_m, heads);
+  plan->num_splits = 1;
+  plan->workspace_bytes = 0;
+  plan->sm_count = device.sm_count;
+  plan->blocks_per_sm = blocks_per_sm(row, device);
+  const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
+  plan->grid = static_cast<int>(
+      std::min<int64_t>(num_tiles, int64_t{device.sm_count} * plan->blocks_per_sm));
+  const int section = p.empty() ? 1 : section_heads(p, device, static_cast<int>(heads));
+  // tile_coord() multiplies tiles_m by the section, which is at most num_tiles and therefore fits.
+  plan->order =
+      TileOrder{static_cast<int32_t>(tiles_m), static_cast<int32_t>(heads), section, num_tiles};
+  return FA_OK;
+}
+
+LaunchArgs bind(const Plan& plan, const Problem& p) {
+  constexpr float kLog2E = 1.4426950408889634f;
+  LaunchArgs args{};
+  FwdArgs& f = args.fwd;
+  f.q = p.q;
+  f.k = p.k;
+  f.v = p.v;
+  f.out = p.out;
+  // A call without keys may pass no k and v; tensor maps need an address all the same, which
+  // nothing reads.
+  if (f.k.data == nullptr) f.k.data = f.q.data;
+  if (f.v.data == nullptr) f.v.data = f.q.data;
+  f.lse = p.lse;
+  f.lse_stride_batch = p.lse_stride_batch;
+  f.lse_stride_head = p.lse_stride_head;
+  f.seq = p.seq;
+  f.band = p.band;
+  f.order = plan.order;
+  f.heads_q = p.heads_q;
+  f.heads_k = p.heads_k;
+  f.group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
+  f.dim_qk = p.dim_qk;
+  f.dim_v = p.dim_v;
+  f.out_fp32 = p.out_dtype == DType::kFp32 ? 1 : 0;
+  f.scale = p.scale;
+  f.scale_log2 = p.scale * kLog2E;
+  f.sinks = p.sinks;
+  f.sinks_stride = p.sinks_stride;
+  f.sinks_dtype = p.sinks_dtype;
+  args.grid = plan.grid;
+  args.sm_count = plan.sm_count;
+  return args;
+}
+
+std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& device, Table table) {
+  const KernelEntry& row = *plan.main;
+  char text[1024];
+  std::snprintf(text, sizeof(text),
+                "call       %s; batch %d, seqlen %d x %d, heads %d / %d\n"
+                "device     %s, %d SMs, %d bytes of shared memory per block\n"
+                "row        %s (arch %d, %d threads, %d bytes of shared memory)\n"
+                "tiles      %d x %d, %d row tiles x %d heads = %d\n"
+                "grid       %d blocks, %d per SM\n"
+                "tile order longest first, sections of %d heads\n"
+                "splits     %d\n"
+                "workspace  %zu bytes\n",
+                describe_call(p).c_str(), p.seq.batch,
+                p.packed_q() ? p.seq.total_q : p.seq.seqlen_q,
+                p.packed_k() ? p.seq.total_k : p.seq.seqlen_k, p.heads_q, p.heads_k,
+                describe_device(device).c_str(), device.sm_count, device.smem_per_block, row.id,
+                row.config.arch, row.threads, row.smem_bytes, row.config.tile_m, row.config.tile_n,
+                plan.order.tiles_m, plan.order.heads, plan.order.num_tiles, plan.grid,
+                plan.blocks_per_sm, plan.order.section, plan.num_splits, plan.workspace_bytes);
+  std::string lines = text;
+  if (plan.grid == 0) lines += "note       no query row: nothing is launched\n";
+  if (falls_back(plan, p, device)) {
+    lines += "fallback   a Hopper GPU runs an Ampere row, because no Hopper row fits:\n";
+    for (const KernelEntry* entry : table) {
+      const uint32_t bits = misfits(*entry, p, device);
+      // Rows of other dtypes or sizes are no answer to "why not"; every build has several of them.
+      if (entry->config.arch != 90 ||
+          (bits & (kMisfitOp | kMisfitDType | kMisfitDimQk | kMisfitDimV)))
+        continue;
+      char reasons[512];
+      lines += std::string("           ") + entry->id + ": " +
+               why_not(*entry, p, device, reasons, sizeof(reasons)) + "\n";
+    }
+  }
+  return lines;
+}
+
+}  // namespace fa

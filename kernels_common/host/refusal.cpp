@@ -1,0 +1,247 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Why does no row run a call, and which one would? Names the nearest rows and the line of the table
+// that is missing.
+#include "kernels_common/host/refusal.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstdio>
+#include <vector>
+
+#include "kernels_common/host/error.h"
+
+namespace fa {
+namespace {
+
+// Appends "; reason" to a buffer of fixed size.
+class Reasons {
+ public:
+  Reasons(char* text, size_t capacity) : text_(text), capacity_(capacity) {
+    if (capacity_ > 0) text_[0] = '\0';
+  }
+  template <class... Values>
+  void add(const char* format, Values... values) {
+    if (used_ > 0) put("%s", "; ");
+    put(format, values...);
+  }
+
+ private:
+  template <class... Values>
+  void put(const char* format, Values... values) {
+    if (used_ >= capacity_) return;
+    const int n = std::snprintf(text_ + used_, capacity_ - used_, format, values...);
+    if (n > 0) used_ += static_cast<size_t>(n);
+  }
+  char* text_;
+  size_t capacity_, used_ = 0;
+};
+
+const char* loader_name(LoadKind kind) {
+  return kind == LoadKind::kTma ? "tma" : kind == LoadKind::kCpAsync ? "cpasync" : "paged";
+}
+
+const char* short_op(Op op) {
+  return op == Op::kForward ? "fwd" : op == Op::kBackward ? "bwd" : op_name(op);
+}
+
+// How far a row is from a call: a row of another op or dtype says little to the reader.
+int distance(uint32_t bits) {
+  int weight = 4 * std::popcount(bits);
+  if (bits & kMisfitOp) weight += 1000;
+  if (bits & kMisfitDType) weight += 100;
+  if (bits & (kMisfitDevice | kMisfitForcedArch)) weight += 30;
+  if (bits & (kMisfitDimQk | kMisfitDimV)) weight += 10;
+  return weight;
+}
+
+std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& device,
+                                            Table table) {
+  std::vector<const KernelEntry*> rows(table.begin(), table.end());
+  std::stable_sort(rows.begin(), rows.end(), [&](const KernelEntry* a, const KernelEntry* b) {
+    return distance(misfits(*a, p, device)) < distance(misfits(*b, p, device));
+  });
+  return rows;
+}
+
+// The head dim of the row that would be needed: the kernel sizes in use are 64, 128, 192 and 256.
+int row_dim(int dim) { return (dim + 63) / 64 * 64; }
+
+// Options that no column of the table can state yet; their kernels have to be written first.
+std::string missing_parts(const Problem& p) {
+  std::string parts;
+  const auto add = [&parts](bool missing, const char* name) {
+    if (missing) parts += std::string(parts.empty() ? "" : ", ") + name;
+  };
+  add(p.op != Op::kForward,
+      p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
+  add(p.dtype == DType::kE4m3 || p.kv_dtype == DType::kE4m3, "fp8 arithmetic");
+  add(p.softcap > 0 || p.alibi, "the score policy `any`");
+  add(p.paged, "a paged loader");
+  add(p.descale, "descales");
+  add(p.dropout_p > 0, "dropout");
+  add(p.num_splits > 1, "split and combine");
+  return parts;
+}
+
+// The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
+// starting point.
+std::string needed_line(const Problem& p, const DeviceInfo& device, const KernelEntry* nearest) {
+  const bool hopper = p.force_arch == 90 || (p.force_arch == 0 && device.hopper());
+  const int arch = hopper ? 90 : 80;
+  const bool like = nearest != nullptr && nearest->config.arch == arch;
+  const int dqk = row_dim(p.dim_qk), dv = row_dim(p.dim_v);
+  const bool any = p.softcap > 0 || p.alibi;
+  const char* dtype = dtype_name(p.dtype);
+  const char* kv_dtype = dtype_name(p.kv_dtype);
+  char dims[32];
+  if (dqk == dv)
+    std::snprintf(dims, sizeof(dims), "d%d", dqk);
+  else
+    std::snprintf(dims, sizeof(dims), "d%dx%d", dqk, dv);
+  const LoadKind plain = hopper ? LoadKind::kTma : LoadKind::kCpAsync;
+  char line[512];
+  std::snprintf(line, sizeof(line),
+                "sm%d_%s_%s_%s_band%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,,"
+                "release,30,\"why\"",
+                arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "", arch,
+                short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
+                loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain),
+                like ? nearest->config.tile_m : 128, like ? nearest->config.tile_n : 64,
+                like ? nearest->config.warps : (hopper ? 12 : 4),
+                like ? nearest->config.stages : (hopper ? 2 : 1), hopper ? "overlap" : "serial");
+  return line;
+}
+
+std::string held_architectures(Table table) {
+  bool ampere = false, hopper = false;
+  for (const KernelEntry* entry : table) (entry->config.arch == 90 ? hopper : ampere) = true;
+  if (ampere && hopper) return "rows for 8.0 and newer (Ampere) and for 9.x (Hopper)";
+  return ampere ? "rows for 8.0 and newer (Ampere)" : hopper ? "rows for 9.x (Hopper)" : "no rows";
+}
+
+fa_status refuse_device(const DeviceInfo& device, Table table) {
+  const char* archs = device.hopper() ? "80;90a" : "80";
+  if (device.capability < 80)
+    return fail(FA_ERROR_DEVICE,
+                "the GPU has %s; libfa needs 8.0 or newer (Ampere, Ada, Hopper, and later through "
+                "PTX). Use the CPU backend "
+                "or another GPU.",
+                describe_device(device).c_str());
+  return fail(FA_ERROR_DEVICE,
+              "no kernel of this build runs on a GPU of %s: it holds %s (%zu rows). Rebuild with "
+              "FA_ARCHS=\"%s\" pip "
+              "install .",
+              describe_device(device).c_str(), held_architectures(table).c_str(), table.size(),
+              archs);
+}
+
+}  // namespace
+
+const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo& device,
+                    char* text, size_t capacity) {
+  const KernelConfig& row = entry.config;
+  const uint32_t bits = misfits(entry, p, device);
+  Reasons reasons(text, capacity);
+  if (bits & kMisfitOp)
+    reasons.add("the row is a %s, the call a %s", op_name(row.op), op_name(p.op));
+  if (bits & kMisfitDType)
+    reasons.add("dtype %s (k and v %s) where the call has %s (%s)", dtype_name(row.dtype),
+                dtype_name(row.kv_dtype), dtype_name(p.dtype), dtype_name(p.kv_dtype));
+  if (bits & kMisfitForcedArch)
+    reasons.add("architecture %d, but %d is forced", row.arch, p.force_arch);
+  if (bits & kMisfitDevice)
+    reasons.add("needs compute capability %s, the device has %d.%d",
+                row.arch == 90 ? "9.x" : "8.0 or newer", device.capability / 10,
+                device.capability % 10);
+  if (bits & kMisfitDimQk) reasons.add("head dim of q and k %d < %d", row.head_dim_qk, p.dim_qk);
+  if (bits & kMisfitDimV) reasons.add("head dim of v %d < %d", row.head_dim_v, p.dim_v);
+  if (bits & kMisfitMask) reasons.add("the row has no mask, the call has one");
+  if (bits & kMisfitSharedMemory)
+    reasons.add("needs %d bytes of shared memory, a block of the device may have %d",
+                entry.smem_bytes, device.smem_per_block);
+  if (bits & kMisfitSoftcap) reasons.add("score is `scale`: no softcap");
+  if (bits & kMisfitAlibi) reasons.add("score is `scale`: no ALiBi");
+  if (bits & kMisfitPages)
+    reasons.add(p.paged ? "no page table"
+                        : "reads k and v through a page table, the call has none");
+  if (bits & kMisfitDescale) reasons.add("no descales");
+  if (bits & kMisfitDropout) reasons.add("no dropout");
+  if (bits & kMisfitSplits) reasons.add("cannot split the keys (num_splits %d)", p.num_splits);
+  if (bits & kMisfitDeviceLengths) reasons.add("device-side lengths: this Hopper row is dense");
+  if (bits & kMisfitStride) reasons.add("a stride of 2^40 bytes or more does not fit a tensor map");
+  return text;
+}
+
+std::string describe_device(const DeviceInfo& device) {
+  char text[96];
+  std::snprintf(text, sizeof(text), "compute capability %d.%d%s", device.capability / 10,
+                device.capability % 10, device.nominal ? " (nominal)" : "");
+  return text;
+}
+
+std::string describe_call(const Problem& p) {
+  char text[256];
+  std::snprintf(text, sizeof(text), "%s %s, head dims %d and %d", op_name(p.op),
+                dtype_name(p.dtype), p.dim_qk, p.dim_v);
+  std::string call = text;
+  if (p.kv_dtype != p.dtype) call += std::string(", k and v ") + dtype_name(p.kv_dtype);
+  const BandArgs& b = p.band;
+  if (b.right == 0 && b.left < 0)
+    call += ", causal";
+  else if (b.left >= 0 || b.right >= 0) {
+    std::snprintf(text, sizeof(text), ", window (%d, %d)", b.left, b.right);
+    call += text;
+  }
+  if (b.chunk > 0) call += ", chunk " + std::to_string(b.chunk);
+  if (p.packed_q()) call += ", packed q";
+  if (p.packed_k()) call += ", packed k";
+  if (p.seq.used_q || p.seq.used_k) call += ", used lengths";
+  if (p.seq.leftpad_k) call += ", left padding";
+  if (p.seq.batch_index_k) call += ", batch index";
+  if (p.softcap > 0) {
+    std::snprintf(text, sizeof(text), ", softcap %g", p.softcap);
+    call += text;
+  }
+  if (p.alibi) call += ", ALiBi";
+  if (p.sinks) call += ", sinks";
+  if (p.paged) call += ", pages";
+  if (p.descale) call += ", descales";
+  if (p.dropout_p > 0) {
+    std::snprintf(text, sizeof(text), ", dropout %g", p.dropout_p);
+    call += text;
+  }
+  if (p.num_splits > 1) call += ", num_splits " + std::to_string(p.num_splits);
+  return call;
+}
+
+std::string nearest_rows(const Problem& p, const DeviceInfo& device, Table table, size_t limit,
+                         const char* separator) {
+  std::string text;
+  for (const KernelEntry* entry : by_nearness(p, device, table)) {
+    if (limit-- == 0) break;
+    char reasons[512];
+    why_not(*entry, p, device, reasons, sizeof(reasons));
+    if (!text.empty()) text += separator;
+    text += std::string(entry->id) + ": " + (reasons[0] ? reasons : "can run");
+  }
+  return text;
+}
+
+fa_status refuse(const Problem& p, const DeviceInfo& device, Table table) {
+  const auto serves = [&](const KernelEntry* e) {
+    return (misfits(*e, p, device) & kMisfitDevice) == 0;
+  };
+  if (std::none_of(table.begin(), table.end(), serves)) return refuse_device(device, table);
+  const auto rows = by_nearness(p, device, table);
+  const std::string parts = missing_parts(p);
+  const std::string line = needed_line(p, device, rows.empty() ? nullptr : rows.front());
+  return fail(FA_ERROR_UNSUPPORTED,
+              "fa: not supported: %s on %s. Nearest of %zu rows: %s. %s%s%sThe row needed in "
+              "tools/variants.csv: %s",
+              describe_call(p).c_str(), describe_device(device).c_str(), table.size(),
+              nearest_rows(p, device, table, 3, " | ").c_str(),
+              parts.empty() ? "" : "Not built yet: ", parts.c_str(), parts.empty() ? "" : ". ",
+              line.c_str());
+}
+
+}  // namespace fa

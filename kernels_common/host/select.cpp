@@ -1,0 +1,126 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which row runs a call? A linear scan over the table: bits say what does not fit, a cost picks
+// among the rest.
+#include "kernels_common/host/select.h"
+
+#include <algorithm>
+#include <limits>
+
+#include "kernels_common/device/tile_scheduler.h"
+#include "kernels_common/host/error.h"
+#include "kernels_common/host/refusal.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kTensorMapStrideLimit = int64_t{1} << 40;  // bytes
+
+// The one place that says which calls a Hopper row leaves to the Ampere rows: lengths that only the
+// device knows.
+bool needs_device_lengths(const Problem& p) {
+  const SeqArgs& s = p.seq;
+  return s.cu_q || s.cu_k || s.used_q || s.used_k || s.leftpad_k || s.batch_index_k;
+}
+
+bool fits_tensor_map(const TensorArg& t, int element_bytes) {
+  const int64_t largest = std::max({t.stride_batch, t.stride_row, t.stride_head});
+  return largest < kTensorMapStrideLimit / element_bytes;
+}
+
+bool runs_on(const KernelConfig& row, const DeviceInfo& device) {
+  return row.arch == 90 ? device.hopper() : device.capability >= row.arch;
+}
+
+}  // namespace
+
+uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
+  const KernelConfig& row = entry.config;
+  uint32_t bits = 0;
+  const auto require = [&bits](bool fits, Misfit bit) {
+    if (!fits) bits |= bit;
+  };
+  require(row.op == p.op, kMisfitOp);
+  require(row.dtype == p.dtype && row.kv_dtype == p.kv_dtype, kMisfitDType);
+  require(p.force_arch == 0 || row.arch == p.force_arch, kMisfitForcedArch);
+  require(runs_on(row, device), kMisfitDevice);
+  require(row.head_dim_qk >= p.dim_qk, kMisfitDimQk);
+  require(row.head_dim_v >= p.dim_v, kMisfitDimV);
+  require(row.mask == MaskKind::kBand || !p.banded(), kMisfitMask);
+  require(entry.smem_bytes <= device.smem_per_block, kMisfitSharedMemory);
+  require(row.score == ScoreKind::kAny || p.softcap == 0, kMisfitSoftcap);
+  require(row.score == ScoreKind::kAny || !p.alibi, kMisfitAlibi);
+  require((row.kv == LoadKind::kPaged) == p.paged, kMisfitPages);
+  require(!p.descale, kMisfitDescale);
+  require(p.dropout_p == 0, kMisfitDropout);
+  require(p.num_splits <= 1, kMisfitSplits);
+  if (row.arch == 90) {
+    require(!needs_device_lengths(p), kMisfitDeviceLengths);
+    const int bytes = p.dtype == DType::kE4m3 ? 1 : 2;
+    require(fits_tensor_map(p.q, bytes) && fits_tensor_map(p.k, bytes) &&
+                fits_tensor_map(p.v, bytes) && fits_tensor_map(p.out, 4),
+            kMisfitStride);
+  }
+  return bits;
+}
+
+int64_t row_tiles(const KernelEntry& entry, const Problem& p) {
+  const int tile_m = entry.config.tile_m;
+  return p.packed_q() ? packed_tiles(p.seq.total_q, p.seq.batch, tile_m)
+                      : ceil_div(p.seq.seqlen_q, tile_m);
+}
+
+int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {
+  if (entry.config.arch == 90) return 1;  // its register budget fills the multiprocessor
+  constexpr int kReserved = 1024;         // shared memory the system takes per block
+  const int by_smem = device.smem_per_sm / (entry.smem_bytes + kReserved);
+  const int by_threads = device.threads_per_sm / entry.threads;
+  return std::max(1, std::min(by_smem, by_threads));
+}
+
+float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
+  const KernelConfig& row = entry.config;
+  // wgmma does about twice the work of mma.sync per cycle; the rest of the margin keeps an Ampere
+  // row from winning on a Hopper GPU by rounding of waves alone.
+  const float architecture = row.arch == 90 ? 1.0f : 4.0f;
+  const float mask = row.mask == MaskKind::kNone ? 0.95f : 1.0f;
+  const float score = row.score == ScoreKind::kScale ? 0.95f : 1.0f;
+  const float per_score =
+      architecture * mask * score * static_cast<float>(row.head_dim_qk + row.head_dim_v);
+  if (p.batch_invariant) return per_score;
+  // Time of one tile: the key blocks an average row tile sees, plus one for prologue and epilogue.
+  const int64_t keys = p.packed_k() ? p.seq.total_k / std::max(1, p.seq.batch) : p.seq.seqlen_k;
+  const float visible = p.band.right >= 0 && p.band.left < 0 ? 0.5f : 1.0f;
+  int64_t span = keys;
+  if (p.band.left >= 0 && p.band.right >= 0)
+    span = std::min<int64_t>(keys, int64_t{p.band.left} + p.band.right + row.tile_m);
+  if (p.band.chunk > 0) span = std::min<int64_t>(span, int64_t{p.band.chunk} + row.tile_m);
+  const float blocks = visible * static_cast<float>(span) / static_cast<float>(row.tile_n) + 1.0f;
+  const float tile =
+      blocks * static_cast<float>(row.tile_m) * static_cast<float>(row.tile_n) * per_score;
+  const float tiles = static_cast<float>(row_tiles(entry, p)) * static_cast<float>(p.heads_q) *
+                      (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
+  const float slots =
+      static_cast<float>(device.sm_count) * static_cast<float>(blocks_per_sm(entry, device));
+  // Below one wave the blocks of a multiprocessor do not share it, above one they do.
+  const float waves = std::max(1.0f, tiles / slots);
+  return tile * waves * static_cast<float>(blocks_per_sm(entry, device));
+}
+
+fa_status select(const Problem& p, const DeviceInfo& device, Table table,
+                 const KernelEntry** entry) {
+  const KernelEntry* best = nullptr;
+  float best_cost = std::numeric_limits<float>::infinity();
+  for (const KernelEntry* candidate : table) {
+    if (misfits(*candidate, p, device) != 0) continue;
+    const float candidate_cost = cost(*candidate, p, device);
+    if (best == nullptr || candidate_cost < best_cost) {
+      best = candidate;
+      best_cost = candidate_cost;
+    }
+  }
+  if (best == nullptr) return refuse(p, device, table);
+  *entry = best;
+  return FA_OK;
+}
+
+}  // namespace fa

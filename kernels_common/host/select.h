@@ -1,0 +1,59 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which row runs a call? The cheapest one that can; or why none can. Pure: the device and the table
+// are arguments.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "kernels_common/host/device_info.h"
+#include "kernels_common/host/problem.h"
+#include "kernels_common/host/registry.h"
+
+namespace fa {
+
+using Table = std::span<const KernelEntry* const>;
+
+// One bit per reason for which a row cannot serve a call; 0: it can.
+enum Misfit : uint32_t {
+  kMisfitOp = 1 << 0,
+  kMisfitDType = 1 << 1,
+  kMisfitForcedArch = 1 << 2,  // options.force_arch names another architecture
+  kMisfitDevice = 1 << 3,      // the device cannot run the row's code
+  kMisfitDimQk = 1 << 4,
+  kMisfitDimV = 1 << 5,
+  kMisfitMask = 1 << 6,
+  kMisfitSharedMemory = 1 << 7,
+  kMisfitSoftcap = 1 << 8,
+  kMisfitAlibi = 1 << 9,
+  kMisfitPages = 1 << 10,
+  kMisfitDescale = 1 << 11,
+  kMisfitDropout = 1 << 12,
+  kMisfitSplits = 1 << 13,
+  kMisfitDeviceLengths = 1 << 14,  // a Hopper row takes dense sequences only
+  kMisfitStride = 1 << 15,         // beyond what a tensor map can hold
+};
+
+uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);
+
+// Every reason as text, "" when the row can run; returns `text`.
+const char* why_not(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device,
+                    char* text, size_t capacity);
+
+// Expected time in arbitrary units; comparable between the rows of one call. With batch_invariant
+// it depends on dtype, dims, options and architecture alone.
+float cost(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);
+
+// FA_ERROR_UNSUPPORTED with the nearest rows when none can; FA_ERROR_DEVICE when no row serves the
+// device at all.
+fa_status select(const Problem& problem, const DeviceInfo& device, Table table,
+                 const KernelEntry** entry);
+
+// Blocks of this row that one multiprocessor holds at a time, as far as threads and shared memory
+// tell.
+int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device);
+
+// Row tiles of one head (packed: the bound of all sequences together).
+int64_t row_tiles(const KernelEntry& entry, const Problem& problem);
+
+}  // namespace fa
