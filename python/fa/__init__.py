@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What does `import fa` give?
+"""Exact attention kernels for NVIDIA Ampere and Hopper GPUs, and the same algorithm on the CPU.
+
+    out = fa.attention(q, k, v, causal=True)       # [B, S, H, D]; differentiable
+
+Importing needs torch and nothing else: no GPU, no compiled library. Where libfa.so is missing,
+tensors on a GPU are refused with the command that builds it.
+"""
+
+from __future__ import annotations
+
+try:
+    import torch as _torch
+except ImportError as _error:
+    raise ImportError(
+        "fa needs PyTorch 2.10 or newer, and `import torch` failed. Install it first "
+        "(pip install torch); fa itself does not choose a build of torch for you."
+    ) from _error
+
+if tuple(int(_part) for _part in _torch.__version__.split(".")[:2]) < (2, 10):
+    raise ImportError(
+        f"fa needs PyTorch 2.10 or newer, and {_torch.__version__} is installed. "
+        "Upgrade it (pip install --upgrade torch)."
+    )
+
+try:
+    from fa import reference
+    from fa._backend import backend
+    from fa._version import __version__
+    from fa.functional import append_kv, attention, attention_kvcache, attention_varlen, combine
+    from fa.kernels import explain, kernels, supports
+except ModuleNotFoundError as _error:
+    if _error.name is None or not _error.name.startswith("fa."):
+        raise
+    raise ImportError(
+        f"The package `fa` in {list(__path__)} is not complete: {_error.name} is missing. PyPI's "
+        'unrelated package "fa" installs into the same folder. Remove both (pip uninstall fa '
+        "fa-kernels), then install this project again."
+    ) from _error
+
+__all__ = [
+    "__version__",
+    "append_kv",
+    "attention",
+    "attention_kvcache",
+    "attention_varlen",
+    "backend",
+    "combine",
+    "explain",
+    "kernels",
+    "reference",
+    "supports",
+]

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Which operators exist in torch's namespace `fa`, and what are their arguments?
+"""The schemas of the operators, written once; fakes, shim and tests read them from here."""
+
+from __future__ import annotations
+
+# One line per option of the forward: also the order in which libfa_torch.so finds them.
+_SEQUENCES = (
+    "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, "
+    "Tensor? seqused_q=None, Tensor? seqused_k=None, "
+    "Tensor? leftpad_k=None, Tensor? kv_batch_idx=None, "
+    "SymInt? max_seqlen_q=None, SymInt? max_seqlen_k=None, "
+    "Tensor? page_table=None"
+)
+_SCALES = (
+    "Tensor? q_descale=None, Tensor? k_descale=None, Tensor? v_descale=None, "
+    "int descale_block_q=0, int descale_block_k=0, "
+    "Tensor? alibi_slopes=None, Tensor? sinks=None, float? softmax_scale=None"
+)
+_MASK = (
+    "bool causal=False, SymInt window_left=-1, SymInt window_right=-1, SymInt attention_chunk=0, "
+    "float softcap=0.0, float dropout_p=0.0, Tensor? philox_seed_offset=None"
+)
+_EXECUTION = "SymInt num_splits=0, bool batch_invariant=False, bool? deterministic=None"
+
+_INPUTS = "Tensor q, Tensor k, Tensor v"
+_OPTIONS = f"{_SEQUENCES}, {_SCALES}, {_MASK}, {_EXECUTION}"
+_FORWARD = f"{_INPUTS}, *, {_OPTIONS}, ScalarType? out_dtype=None"
+# The backward learns from `out` what out_dtype was.
+_BACKWARD = (
+    f"Tensor dout, {_INPUTS}, Tensor out, Tensor lse, *, {_OPTIONS}, "
+    "Tensor? dlse=None, ScalarType? grad_dtype=None"
+)
+
+SCHEMAS: dict[str, str] = {
+    "_forward": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
+    "forward": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
+    "forward_out": f"({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
+    "backward": f"({_BACKWARD}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)",
+    "backward_out": (
+        f"({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool accumulate=False) "
+        "-> Tensor dsinks"
+    ),
+    "combine": (
+        "(Tensor out_partial, Tensor lse_partial, *, ScalarType? out_dtype=None) "
+        "-> (Tensor out, Tensor lse)"
+    ),
+    "append_kv": (
+        "(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
+        "Tensor cache_seqlens, Tensor? page_table=None, Tensor? cu_seqlens_new=None, "
+        "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
+        "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_seqlens=None) -> ()"
+    ),
+    "apply_rotary": (
+        "(Tensor x, Tensor cos, Tensor sin, *, Tensor? positions=None, bool interleaved=False) "
+        "-> Tensor"
+    ),
+    # What libfa_torch.so asks when its checks refuse a call: the sentence, as UTF-8 bytes.
+    "_refusal": f"({_FORWARD}, Tensor? out=None, Tensor? lse=None) -> Tensor",
+    # The torch implementation on whatever device the tensors are: fa.backend("cpu") on a GPU.
+    "_forward_torch": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
+}

@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Is this call one that api.md allows, and if not, which sentence says what to do?
+"""Checks of arguments, in full sentences, before anything runs or is written.
+
+Every function returns nothing or raises: TypeError for a wrong Python type, ValueError for a wrong
+dtype, shape, device or value, NotImplementedError for what no backend of this version does.
+libfa.so checks again what only it can know (strides, alignment, rows of the table).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa._layout import lse_dtype
+
+Options = Mapping[str, Any]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+KERNEL_FLOATS = (torch.float16, torch.bfloat16)
+
+# Option -> its value when it is off.
+_NOT_BUILT = {
+    "page_table": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "descale_block_q": 0,
+    "descale_block_k": 0,
+    "dropout_p": 0.0,
+    "philox_seed_offset": None,
+}
+
+
+def refuse_unbuilt(options: Options) -> None:
+    """Options that are in the schema and in no backend yet: refused by name."""
+    dropout_p = options.get("dropout_p", 0.0)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
+    for name, off in _NOT_BUILT.items():
+        value = options.get(name, off)
+        if value is not None and (isinstance(value, Tensor) or value != off):
+            shown = describe(value) if isinstance(value, Tensor) else value
+            raise NotImplementedError(
+                f"{name}: {shown} was given, and no backend of this version implements {name}. "
+                f"Leave it out, or pass {off}."
+            )
+
+
+def describe(t: Tensor) -> str:
+    """A tensor in a message: shape, dtype, device."""
+    return f"{list(t.shape)} {t.dtype} on {t.device}"
+
+
+def tensor_types(**tensors: object) -> None:
+    """TypeError unless every argument is a tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}.")
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool) -> None:
+    """Everything that can be checked without reading device data. `kernels`: for libfa's rows."""
+    refuse_unbuilt(options)
+    _numbers(options)
+    allowed = KERNEL_FLOATS if kernels else FLOATS
+    _dtypes(q, k, v, allowed, kernels)
+    batch = _shapes(q, k, v, options)
+    _sequence_tensors(q, batch, k, options)
+    _head_tensors(q, batch, options)
+    out_dtype = options.get("out_dtype")
+    if out_dtype is not None and out_dtype not in (q.dtype, lse_dtype(q.dtype)):
+        raise ValueError(
+            f"out_dtype: {out_dtype} cannot be stored for {q.dtype} inputs. "
+            f"Allowed are {q.dtype} and {lse_dtype(q.dtype)}."
+        )
+
+
+def _numbers(options: Options) -> None:
+    scale = options.get("softmax_scale")
+    if scale is not None and not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(
+            f"softmax_scale: {scale} is not a finite number >= 0. Pass None for 1/sqrt(D_qk)."
+        )
+    softcap = options.get("softcap", 0.0)
+    if not (math.isfinite(softcap) and softcap >= 0):
+        raise ValueError(
+            f"softcap: {softcap} is not a finite number >= 0. Pass 0 to switch it off."
+        )
+    for name in ("window_left", "window_right"):
+        if options.get(name, -1) < -1:
+            raise ValueError(
+                f"{name}: {options[name]} is below -1. -1 means unlimited; "
+                "otherwise pass a number of keys >= 0."
+            )
+    right = options.get("window_right", -1)
+    if options.get("causal", False) and right > 0:
+        raise ValueError(
+            f"window_right: {right} contradicts causal=True, which means a right window of 0. "
+            "Pass causal=False for this window, or window_right=-1 or 0."
+        )
+    for name, cure in (
+        ("attention_chunk", "Pass 0 for no chunks."),
+        ("num_splits", "Pass 0 to let the library choose, 1 for no splits."),
+    ):
+        if options.get(name, 0) < 0:
+            raise ValueError(f"{name}: {options[name]} is negative. {cure}")
+    for name in ("max_seqlen_q", "max_seqlen_k"):
+        hint = options.get(name)
+        if hint is not None and hint < 0:
+            raise ValueError(f"{name}: {hint} is negative. Pass the longest length, or None.")
+
+
+def _dtypes(
+    q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...], kernels: bool
+) -> None:
+    names = ", ".join(str(d) for d in allowed)
+    if q.dtype not in allowed:
+        if kernels and q.dtype.itemsize == 1 and q.dtype.is_floating_point:
+            raise NotImplementedError(
+                f"q: no kernel row of this version takes {q.dtype}. Rows take {names}."
+            )
+        cure = (
+            "Convert q, k and v (for example with .to(torch.bfloat16)), or run the torch "
+            'implementation with fa.backend("cpu").'
+            if kernels
+            else "Convert q, k and v, for example with .to(torch.float32)."
+        )
+        raise ValueError(f"q: dtype {q.dtype} is not one of {names}. {cure}")
+    for name, t in (("k", k), ("v", v)):
+        if t.dtype != q.dtype:
+            raise ValueError(
+                f"{name}: dtype {t.dtype} differs from q's {q.dtype}. Pass q, k and v in one dtype."
+            )
+        if t.device != q.device:
+            raise ValueError(
+                f'{name}: is on {t.device} and q on {q.device}. Move {name} with .to("{q.device}").'
+            )
+
+
+def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:
+    """The batch size, after all sizes of q, k and v have been found to agree."""
+    cu_q, cu_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
+    for name, t, cu, cu_name in (
+        ("q", q, cu_q, "cu_seqlens_q"),
+        ("k", k, cu_k, "cu_seqlens_k"),
+        ("v", v, cu_k, "cu_seqlens_k"),
+    ):
+        want = "[total, heads, dim]" if cu is not None else "[batch, seqlen, heads, dim]"
+        if t.dim() != (4 if cu is None else 3):
+            state = "with" if cu is not None else "without"
+            raise ValueError(
+                f"{name}: shape {list(t.shape)} has {t.dim()} dimensions. {state.capitalize()} "
+                f"{cu_name} it must be {want}."
+            )
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1):
+            raise ValueError(
+                f"{name}: shape {list(cu.shape)} is not [batch + 1]. Pass the running sum of the "
+                "lengths with a leading 0."
+            )
+    _agree("v", v, k, -3, "rows")
+    _agree("v", v, k, -2, "heads")
+    _agree("k", k, q, -1, "head dim")
+    for name, t in (("q", q), ("v", v)):
+        if t.shape[-1] == 0:
+            raise ValueError(f"{name}: head dim 0. Pass at least one element per head.")
+    heads_q, heads_k = q.shape[-2], k.shape[-2]
+    if heads_k == 0 or heads_q == 0 or heads_q % heads_k:
+        raise ValueError(
+            f"q: {heads_q} heads are not a positive multiple of k's {heads_k}. Query head h reads "
+            "key head h // (heads_q / heads_k); repeat or drop heads."
+        )
+    batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
+    kv_index = options.get("kv_batch_idx")
+    if cu_k is not None:
+        if kv_index is not None:
+            raise ValueError(
+                f"kv_batch_idx: {describe(kv_index)} chooses rows of a dense cache, and k is "
+                "packed (cu_seqlens_k). Leave one of them out."
+            )
+        if cu_k.shape[0] - 1 != batch:
+            raise ValueError(
+                f"cu_seqlens_k: {cu_k.shape[0] - 1} sequences (shape {list(cu_k.shape)}), and q "
+                f"has {batch}. Pass [batch + 1] = [{batch + 1}] entries."
+            )
+    else:
+        _agree("v", v, k, 0, "batch entries")
+        if kv_index is None and k.shape[0] != batch:
+            raise ValueError(
+                f"k: batch size {k.shape[0]} differs from q's {batch}. Expand k and v, or choose "
+                "cache rows with kv_batch_idx."
+            )
+    return batch
+
+
+def _agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
+    if t.shape[dim] != like.shape[dim]:
+        other = "k" if name == "v" else "q"
+        raise ValueError(
+            f"{name}: {t.shape[dim]} {what} (shape {list(t.shape)}), and {other} has "
+            f"{like.shape[dim]} (shape {list(like.shape)}). They must be equal."
+        )
+
+
+def _sequence_tensors(q: Tensor, batch: int, k: Tensor, options: Options) -> None:
+    """int32 vectors of batch (+ 1) entries on q's device."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k"):
+        _index(name, options.get(name), batch + 1, q.device)
+    for name in ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx"):
+        _index(name, options.get(name), batch, q.device)
+
+
+def _index(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
+    if t is None:
+        return
+    if t.dtype != torch.int32:
+        raise ValueError(f"{name}: dtype {t.dtype} is not torch.int32. Pass {name}.int().")
+    if t.device != device:
+        raise ValueError(
+            f'{name}: is on {t.device} and q on {device}. Move it with {name}.to("{device}").'
+        )
+    if tuple(t.shape) != (count,):
+        raise ValueError(f"{name}: shape {list(t.shape)} must be [{count}] for this batch.")
+    if t.shape[0] > 1 and t.stride(0) != 1:
+        raise ValueError(f"{name}: stride {t.stride(0)} must be 1. Pass {name}.contiguous().")
+
+
+def _head_tensors(q: Tensor, batch: int, options: Options) -> None:
+    heads = q.shape[-2]
+    for name, shapes, dtypes in (
+        ("alibi_slopes", ((heads,), (batch, heads)), (torch.float32,)),
+        ("sinks", ((heads,),), (torch.float32, q.dtype)),
+    ):
+        t = options.get(name)
+        if t is None:
+            continue
+        if t.dtype not in dtypes:
+            names = " or ".join(dict.fromkeys(str(d) for d in dtypes))
+            raise ValueError(f"{name}: dtype {t.dtype} must be {names}. Convert it with .to().")
+        if t.device != q.device:
+            raise ValueError(
+                f'{name}: is on {t.device} and q on {q.device}. Move it with .to("{q.device}").'
+            )
+        if tuple(t.shape) not in shapes:
+            allowed = " or ".join(str(list(s)) for s in shapes)
+            raise ValueError(f"{name}: shape {list(t.shape)} must be {allowed}.")
+
+
+def contents(q: Tensor, k: Tensor, options: Options) -> None:
+    """What stands in the index tensors: for the torch implementation, which reads them anyway."""
+    q_room = _cumulative("cu_seqlens_q", options.get("cu_seqlens_q"), q)
+    k_room = _cumulative("cu_seqlens_k", options.get("cu_seqlens_k"), k)
+    for name, room, side in (
+        ("seqused_q", q_room, "q"),
+        ("seqused_k", k_room, "k"),
+        ("leftpad_k", k_room, "k"),
+    ):
+        t = options.get(name)
+        if t is None:
+            continue
+        for b, used in enumerate(t.tolist()):
+            limit = room[b] if isinstance(room, list) else room
+            if not 0 <= used <= limit:
+                raise ValueError(
+                    f"{name}: entry {b} is {used}, and sequence {b} of {side} has room for "
+                    f"{limit} rows. Pass values in [0, {limit}]."
+                )
+    index = options.get("kv_batch_idx")
+    if index is not None:
+        for b, row in enumerate(index.tolist()):
+            if not 0 <= row < k.shape[0]:
+                raise ValueError(
+                    f"kv_batch_idx: entry {b} is {row}, and k has {k.shape[0]} batch entries. "
+                    f"Pass values in [0, {k.shape[0] - 1}]."
+                )
+
+
+def _cumulative(name: str, cu: Tensor | None, t: Tensor) -> int | list[int]:
+    """Rows that each sequence has in its tensor."""
+    if cu is None:
+        return t.shape[-3]
+    ends = cu.tolist()
+    lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+    if ends[0] < 0 or ends[-1] > t.shape[0] or any(n < 0 for n in lengths):
+        raise ValueError(
+            f"{name}: {ends if len(ends) <= 12 else [*ends[:6], '...', *ends[-6:]]} must not fall, "
+            f"start below 0 or end above the {t.shape[0]} rows of its tensor. Pass the running sum "
+            "of the lengths."
+        )
+    return lengths
+
+
+def outputs(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
+    """The buffers of forward_out."""
+    acc = lse_dtype(q.dtype)
+    _buffer("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype, acc), q)
+    wanted = options.get("out_dtype")
+    if wanted is not None and wanted != out.dtype:
+        raise ValueError(
+            f"out_dtype: {wanted} differs from the dtype of out, {out.dtype}. Leave out_dtype away."
+        )
+    _buffer("lse", lse, lse_shape(q, options), (acc,), q)
+
+
+def lse_shape(q: Tensor, options: Options) -> tuple[int, ...]:
+    """[B, Hq, Sq], packed [Hq, total_q]."""
+    if options.get("cu_seqlens_q") is not None:
+        return (q.shape[1], q.shape[0])
+    return (q.shape[0], q.shape[2], q.shape[1])
+
+
+def _buffer(
+    name: str, t: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor
+) -> None:
+    if tuple(t.shape) != shape:
+        raise ValueError(f"{name}: shape {list(t.shape)} must be {list(shape)}.")
+    if t.dtype not in dtypes:
+        names = " or ".join(dict.fromkeys(str(d) for d in dtypes))
+        raise ValueError(f"{name}: dtype {t.dtype} must be {names}.")
+    if t.device != q.device:
+        raise ValueError(f"{name}: is on {t.device} and q on {q.device}. Move it.")
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: Options,
+    *,
+    kernels: bool,
+) -> None:
+    """The forward's checks, and those of what the backward adds."""
+    forward(q, k, v, options, kernels=kernels)
+    acc = lse_dtype(q.dtype)
+    out_shape = (*q.shape[:-1], v.shape[-1])
+    _buffer("dout", dout, out_shape, (q.dtype, acc), q)
+    _buffer("out", out, out_shape, (q.dtype, acc), q)
+    _buffer("lse", lse, lse_shape(q, options), (acc,), q)
+    dlse = options.get("dlse")
+    if dlse is not None:
+        _buffer("dlse", dlse, lse_shape(q, options), (acc,), q)
+    grad_dtype = options.get("grad_dtype")
+    if grad_dtype is not None and grad_dtype not in (q.dtype, acc):
+        raise ValueError(
+            f"grad_dtype: {grad_dtype} cannot be stored for {q.dtype} inputs. "
+            f"Allowed are {q.dtype} and {acc}."
+        )
+
+
+def gradient_buffers(
+    q: Tensor, k: Tensor, v: Tensor, options: Options, dq: Tensor, dk: Tensor, dv: Tensor
+) -> None:
+    """The buffers of backward_out."""
+    acc = lse_dtype(q.dtype)
+    for name, t, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
+        _buffer(name, t, tuple(like.shape), (q.dtype, acc), q)
+        wanted = options.get("grad_dtype")
+        if wanted is not None and t.dtype != wanted:
+            raise ValueError(
+                f"grad_dtype: {wanted} differs from the dtype of {name}, {t.dtype}. "
+                "Leave grad_dtype away."
+            )
+
+
+def combine(out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None) -> None:
+    """Partial results: [n, B, Sq, Hq, D] with [n, B, Hq, Sq], or packed [n, total, Hq, D]."""
+    dims = out_partial.dim()
+    if dims not in (4, 5):
+        raise ValueError(
+            f"out_partial: shape {list(out_partial.shape)} must be [n, B, Sq, Hq, D], or packed "
+            "[n, total_q, Hq, D]."
+        )
+    if out_partial.shape[0] == 0:
+        raise ValueError("out_partial: n = 0 partial results. Pass at least one.")
+    n, *batch, rows, heads, _ = out_partial.shape
+    want = (n, *batch, heads, rows)
+    if tuple(lse_partial.shape) != want:
+        raise ValueError(
+            f"lse_partial: shape {list(lse_partial.shape)} must be {list(want)} for out_partial "
+            f"{list(out_partial.shape)}."
+        )
+    acc = lse_dtype(out_partial.dtype)
+    if out_partial.dtype not in FLOATS:
+        raise ValueError(f"out_partial: dtype {out_partial.dtype} must be a floating point type.")
+    if lse_partial.dtype != acc:
+        raise ValueError(f"lse_partial: dtype {lse_partial.dtype} must be {acc}.")
+    if lse_partial.device != out_partial.device:
+        raise ValueError(
+            f"lse_partial: is on {lse_partial.device} and out_partial on {out_partial.device}. "
+            "Move one of them."
+        )
+    if out_dtype is not None and out_dtype not in FLOATS:
+        names = ", ".join(str(d) for d in FLOATS)
+        raise ValueError(f"out_dtype: {out_dtype} is not one of {names}.")

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What does autograd save, and which call gives the gradients?
+"""The differentiable form of the raw operators: one autograd.Function per operator, used by all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from fa import _backend, cpu
+
+# Options that are tensors and have no gradient.
+INDEX_OPTIONS = (
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "seqused_q",
+    "seqused_k",
+    "leftpad_k",
+    "kv_batch_idx",
+    "page_table",
+)
+CONSTANT_OPTIONS = (
+    "alibi_slopes",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "philox_seed_offset",
+)
+
+
+def refuse_constants(options: dict[str, Any]) -> None:
+    """NotImplementedError if an option without a gradient requires one."""
+    for name in CONSTANT_OPTIONS:
+        t = options.get(name)
+        if t is not None and t.requires_grad:
+            raise NotImplementedError(
+                f"{name}: requires_grad is True, and attention has no gradient for {name}. "
+                f"Pass {name}.detach()."
+            )
+
+
+def refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """NotImplementedError if a tensor carries a tangent (torch.func.jvp, forward_ad).
+
+    Without this the tangent of the result would silently be zero.
+    """
+    if forward_ad._current_level < 0:
+        return
+    for t in tensors:
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+            raise NotImplementedError(
+                "fa: forward-mode differentiation is not supported: an input carries a tangent. "
+                "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."
+            )
+
+
+class Attention(torch.autograd.Function):
+    """(q, k, v, sinks) -> (out, lse); both outputs have a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        options: dict[str, Any],
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, lse = torch.ops.fa._forward.default(q, k, v, sinks=sinks, **options)
+        names = [n for n in (*INDEX_OPTIONS, *CONSTANT_OPTIONS) if options.get(n) is not None]
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *(options[n] for n in names))
+        ctx.tensor_options = names
+        # A copy: the caller's dict may change before the backward runs.
+        ctx.options = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
+        ctx.options.pop("out_dtype", None)
+        ctx.backend = _backend.current()
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return None, None, None, None, None
+        q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        options = {**ctx.options, **dict(zip(ctx.tensor_options, tensors, strict=True))}
+        with _backend.backend(ctx.backend):
+            dq, dk, dv, dsinks = torch.ops.fa.backward(
+                dout, q, k, v, out, lse, sinks=sinks, dlse=dlse, **options
+            )
+        return dq, dk, dv, dsinks if sinks is not None else None, None
+
+
+class Combine(torch.autograd.Function):
+    """(out_partial, lse_partial) -> (out, lse); both outputs have a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        out, lse = cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
+        ctx.save_for_backward(out_partial, lse_partial, out, lse)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+        if dout is None and dlse is None:
+            return None, None, None
+        out_partial, lse_partial, out, lse = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return *cpu.combine_backward(dout, out_partial, lse_partial, out, lse, dlse=dlse), None

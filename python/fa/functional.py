@@ -1,0 +1,303 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Which functions do users call, and what do their arguments mean?
+"""The public functions. Each builds the options of one operator and calls it; nothing else.
+
+Conventions of all of them: tensors are [batch, seqlen, heads, dim] ("BSHD"; packed: [total, heads,
+dim]) of any strides whose last dim is contiguous. Query head h reads key head
+h // (heads_q / heads_k). Masks are aligned at the bottom right: with the real lengths of a
+sequence, key j is visible to query row i iff
+i + k_len - q_len - left <= j <= i + k_len - q_len + right.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.autograd.forward_ad as forward_ad
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from fa import _validate, ops
+
+_RAW = torch.ops.fa._forward.default
+_FORWARD = torch.ops.fa.forward
+_PACKET_CALL = type(_FORWARD).__call__
+_grad_enabled = torch.is_grad_enabled
+_autocast_enabled = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+
+
+def _plain(q: Any, k: Any, v: Any, options: dict[str, Any]) -> bool:
+    """May the call go straight to the raw operator? True if the composite would do just that.
+
+    Plain tensors, no tangents, no autocast, no mode that wants to see the composite, no gradient.
+    """
+    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor):
+        return False
+    if forward_ad._current_level >= 0 or _dispatch_modes() or _function_modes():
+        return False
+    if _autocast_enabled():
+        return False
+    if not _grad_enabled():
+        return True
+    if q.requires_grad or k.requires_grad or v.requires_grad:
+        return False
+    for value in options.values():
+        if isinstance(value, Tensor) and value.requires_grad:
+            return False
+    return True
+
+
+class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
+    """torch.ops.fa.forward with a short way for the common call, which the host time needs."""
+
+    def __call__(self, /, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        try:
+            if len(args) == 3 and not is_compiling() and _plain(*args, options):
+                return _RAW(*args, **options)
+            return _PACKET_CALL(self, *args, **options)
+        except RuntimeError as error:
+            return _second_try(error, args, options)
+
+
+_FORWARD.__class__ = ForwardPacket
+
+
+def _second_try(
+    error: RuntimeError, args: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """What the raw operator refused: odd head dims go the composite way; the rest gets its type."""
+    if isinstance(error, NotImplementedError):
+        raise error
+    text = str(error)
+    if "Expected a value of type" in text:
+        raise TypeError(text.split("\nPosition")[0]) from None
+    if text.startswith("fa: not supported: "):
+        raise NotImplementedError(text.removeprefix("fa: not supported: ")) from None
+    if text.startswith("fa: pad: "):
+        return _PACKET_CALL(_FORWARD, *args, **options)
+    raise error
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`torch.ops.fa.forward(q, k, v, **options)`, without the packet's own cost where possible."""
+    if is_compiling():
+        return _FORWARD(q, k, v, **options)
+    try:
+        if _plain(q, k, v, options):
+            return _RAW(q, k, v, **options)
+        return _PACKET_CALL(_FORWARD, q, k, v, **options)
+    except RuntimeError as error:
+        _validate.tensor_types(q=q, k=k, v=v)
+        return _second_try(error, (q, k, v), options)
+
+
+def _window(window_size: Any, options: dict[str, Any]) -> None:
+    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+        raise TypeError(
+            f"window_size must be a pair (left, right), not {window_size!r}. -1 or None is "
+            "unlimited."
+        )
+    left, right = window_size
+    if left is not None and left != -1:
+        options["window_left"] = left
+    if right is not None and right != -1:
+        options["window_right"] = right
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    window_size: tuple[int | None, int | None] = (-1, -1),
+    softcap: float = 0.0,
+    softmax_scale: float | None = None,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool | None = None,
+    return_lse: bool = False,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Exact attention, softmax(scale * Q K^T) V, differentiable in q, k, v and sinks.
+
+    Formula: S = softmax_scale * Q K^T, capped S <- softcap * tanh(S / softcap) if softcap > 0,
+    minus alibi_slope * |i + Sk - Sq - j|, masked; LSE = log(sum_j exp S_ij [+ exp(sink)]) (natural
+    logarithm); O = exp(S - LSE) V. A row without visible keys has O = 0, LSE = -inf (or the sink).
+
+    Args:
+        q: [B, Sq, Hq, D], float16 or bfloat16 (on the CPU also float32 and float64).
+        k: [B, Sk, Hkv, D], dtype and device of q; Hq is a multiple of Hkv.
+        v: [B, Sk, Hkv, Dv].
+        causal: aligned at the bottom right: row i sees keys j <= i + Sk - Sq.
+        window_size: (left, right) numbers of keys around the diagonal; -1 or None: unlimited.
+        softcap: in units of scores; 0 switches it off.
+        softmax_scale: None means 1 / sqrt(D).
+        sinks: [Hq], float32 or q's dtype: a logit per head that enters the denominator only.
+        alibi_slopes: float32 [Hq] or [B, Hq].
+        deterministic: of the backward; None: torch.are_deterministic_algorithms_enabled().
+        return_lse: also return LSE, float32 [B, Hq, Sq] (float64 for float64 inputs).
+        **options: any other option of `torch.ops.fa.forward`: attention_chunk, seqused_q,
+            seqused_k, leftpad_k, kv_batch_idx, num_splits, batch_invariant, out_dtype, ...
+
+    Returns:
+        out [B, Sq, Hq, Dv] in q's dtype, dense in q's dimension order; or (out, lse).
+
+    Raises:
+        TypeError, ValueError: a wrong type, dtype, shape, stride, device or value; the message
+            names the argument, its value, and what is allowed.
+        NotImplementedError: no kernel row covers the call; the message lists the nearest ones.
+    """
+    if causal:
+        options["causal"] = True
+    if window_size != (-1, -1):
+        _window(window_size, options)
+    if softcap:
+        options["softcap"] = softcap
+    if softmax_scale is not None:
+        options["softmax_scale"] = softmax_scale
+    if sinks is not None:
+        options["sinks"] = sinks
+    if alibi_slopes is not None:
+        options["alibi_slopes"] = alibi_slopes
+    if deterministic is not None:
+        options["deterministic"] = deterministic
+    result = forward(q, k, v, options)
+    return result if return_lse else result[0]
+
+
+def attention_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over sequences of several lengths, packed one after the other.
+
+    Args:
+        q: [total_q, Hq, D]; sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+        k, v: [total_k, Hkv, D] and [total_k, Hkv, Dv].
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device. None: that side is dense, [B, S,
+            H, D].
+        max_seqlen_q, max_seqlen_k: hints for the choice of a kernel; results never depend on them.
+        **options: as `attention`, including causal, window_size and return_lse.
+
+    Returns:
+        out [total_q, Hq, Dv], or (out, lse) with lse [Hq, total_q]. Rows that belong to no sequence
+        have out 0 and lse -inf.
+
+    Raises: as `attention`.
+    """
+    if cu_seqlens_q is not None:
+        options["cu_seqlens_q"] = cu_seqlens_q
+    if cu_seqlens_k is not None:
+        options["cu_seqlens_k"] = cu_seqlens_k
+    if max_seqlen_q is not None:
+        options["max_seqlen_q"] = max_seqlen_q
+    if max_seqlen_k is not None:
+        options["max_seqlen_k"] = max_seqlen_k
+    return attention(q, k, v, **options)
+
+
+def attention_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k_new: Tensor | None = None,
+    v_new: Tensor | None = None,
+    *,
+    cache_seqlens: Tensor | int,
+    page_table: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention of new queries over a cache of keys and values.
+
+    Args:
+        q: [B, Sq, Hq, D].
+        k_cache, v_cache: [Bc, S, Hkv, D] and [Bc, S, Hkv, Dv]; Bc = B, or cache rows are chosen by
+            kv_batch_idx (int32 [B]).
+        cache_seqlens: int32 [B], the filled length of each cache row, left padding included; or
+            one number for all.
+        k_new, v_new, page_table, rotary_cos, rotary_sin: refused: this version neither appends to
+            a cache nor reads pages. Copy new keys into the cache before the call.
+        **options: as `attention`.
+
+    Returns and raises: as `attention`.
+    """
+    for name, value in (
+        ("k_new", k_new),
+        ("v_new", v_new),
+        ("page_table", page_table),
+        ("rotary_cos", rotary_cos),
+        ("rotary_sin", rotary_sin),
+    ):
+        if value is not None:
+            raise NotImplementedError(
+                f"{name} was given, and fa.attention_kvcache of this version reads a dense cache "
+                f"only. Write the new keys and values into the cache with torch and leave {name} "
+                "away."
+            )
+    if isinstance(cache_seqlens, int):
+        batch = q.shape[0]
+        cu_seqlens_q = options.get("cu_seqlens_q")
+        if cu_seqlens_q is not None:
+            batch = cu_seqlens_q.shape[0] - 1
+        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    return attention(q, k_cache, v_cache, seqused_k=cache_seqlens, **options)
+
+
+def combine(
+    outs: Tensor | list[Tensor] | tuple[Tensor, ...],
+    lses: Tensor | list[Tensor] | tuple[Tensor, ...],
+    *,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Merges attention over disjoint sets of keys into attention over all of them; differentiable.
+
+    With w_n = exp(lse_n - lse) and lse = log(sum_n exp lse_n): out = sum_n w_n out_n.
+
+    Args:
+        outs: [n, B, Sq, Hq, Dv] (packed [n, total_q, Hq, Dv]), or a list of n tensors.
+        lses: [n, B, Hq, Sq] (packed [n, Hq, total_q]), natural logarithms, or a list.
+        out_dtype: of the merged out; None: the dtype of outs.
+
+    Returns: (out, lse). Where every lse is -inf: out 0, lse -inf.
+    Raises: ValueError for n = 0 or shapes that disagree.
+    """
+    if isinstance(outs, (list, tuple)):
+        if not outs:
+            raise ValueError("outs: n = 0 partial results. Pass at least one.")
+        outs = torch.stack(tuple(outs))
+    if isinstance(lses, (list, tuple)):
+        if not lses:
+            raise ValueError("lses: n = 0 partial results. Pass at least one.")
+        lses = torch.stack(tuple(lses))
+    if out_dtype is None:
+        return torch.ops.fa.combine(outs, lses)
+    return torch.ops.fa.combine(outs, lses, out_dtype=out_dtype)
+
+
+def append_kv(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    cache_seqlens: Tensor,
+    **options: Any,
+) -> None:
+    """Writes new keys and values into a cache, in place. Not built yet: NotImplementedError."""
+    torch.ops.fa.append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens=cache_seqlens, **options)
+
+
+# Reached through ops for its side effect: the operators exist once this module is imported.
+assert ops.NAMESPACE == "fa"

@@ -1,0 +1,271 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# What do the operators torch.ops.fa.* do on each device?
+"""The operators of namespace `fa`: definition, torch implementation, fakes, composite operators.
+
+Three layers: raw operators without autograd (`fa::_forward`, `fa::backward`, ...), the
+autograd.Function around them (autograd.py), and `fa::forward`, which is composite: torch's tracers
+and modes see through it. Kernels for CUDA tensors come from libfa_torch.so, or else from _cuda.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fa import _backend, _cuda, _flops, _validate, autograd, cpu
+from fa._layout import empty_like_order, lse_dtype
+from fa._schemas import SCHEMAS
+
+NAMESPACE = "fa"
+
+_library = torch.library.Library(NAMESPACE, "DEF")
+for _name, _schema in SCHEMAS.items():
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+
+# Options that choose how a kernel runs and never what it computes: the torch implementation runs in
+# one way only, which is deterministic, never splits, and treats every batch entry by itself.
+_EXECUTION = ("max_seqlen_q", "max_seqlen_k", "num_splits", "batch_invariant", "deterministic")
+
+
+def _meaning(options: dict[str, Any]) -> dict[str, Any]:
+    """The options of a validated call that fa.cpu knows; the unbuilt ones are at 'off'."""
+    skip = (*_EXECUTION, *_validate._NOT_BUILT)
+    return {name: value for name, value in options.items() if name not in skip}
+
+
+# ---- the torch implementation: CPU tensors, and any device under fa.backend("cpu") -------------
+
+
+def _forward_torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _validate.forward(q, k, v, options, kernels=False)
+    _validate.contents(q, k, options)
+    return cpu.forward(q, k, v, **_meaning(options))
+
+
+def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _refuse_gpu_backend(q)
+    return _forward_torch(q, k, v, **options)
+
+
+def _refuse_gpu_backend(q: Tensor) -> None:
+    name = _backend.current()
+    if name not in ("auto", "cpu"):
+        raise ValueError(
+            f'q: is on {q.device}, and the backend "{name}" takes CUDA tensors only. Move the '
+            'tensors to a GPU, or choose "auto" or "cpu" (fa.backend, FA_BACKEND).'
+        )
+
+
+def _forward_out_cpu(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
+) -> None:
+    _refuse_gpu_backend(q)
+    _forward_out_torch(q, k, v, out=out, lse=lse, **options)
+
+
+def _forward_out_torch(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
+) -> None:
+    _validate.forward(q, k, v, options, kernels=False)
+    _validate.outputs(q, k, v, options, out, lse)
+    _validate.contents(q, k, options)
+    options["out_dtype"] = out.dtype
+    result, result_lse = cpu.forward(q, k, v, **_meaning(options))
+    out.copy_(result)
+    lse.copy_(result_lse)
+
+
+def _backward_torch(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _validate.backward(dout, q, k, v, out, lse, options, kernels=False)
+    _validate.contents(q, k, options)
+    return cpu.backward(dout, q, k, v, out, lse, **_meaning(options))
+
+
+def _backward_cpu(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _refuse_gpu_backend(q)
+    return _backward_torch(dout, q, k, v, out, lse, **options)
+
+
+def _backward_out(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool = False,
+    **options: Any,
+) -> Tensor:
+    _validate.gradient_buffers(q, k, v, options, dq, dk, dv)
+    buffers = (dq, dk, dv)
+    # Sums are added before they are rounded.
+    options["grad_dtype"] = lse_dtype(q.dtype) if accumulate else dq.dtype
+    *gradients, dsinks = torch.ops.fa.backward.default(dout, q, k, v, out, lse, **options)
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if accumulate:
+            buffer.add_(gradient)
+        else:
+            buffer.copy_(gradient)
+    return dsinks
+
+
+# ---- fakes: shapes, dtypes and strides, nothing else -------------------------------------------
+
+
+def _forward_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype") or q.dtype)
+    return out, q.new_empty(_validate.lse_shape(q, options), dtype=lse_dtype(q.dtype))
+
+
+def _backward_fake(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dtype = options.get("grad_dtype")
+    sinks = options.get("sinks")
+    return (
+        empty_like_order(q, q.shape, dtype or q.dtype),
+        empty_like_order(k, k.shape, dtype or k.dtype),
+        empty_like_order(v, v.shape, dtype or v.dtype),
+        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
+    )
+
+
+def _backward_out_fake(*args: Any, q: Tensor | None = None, **options: Any) -> Tensor:
+    sinks = options.get("sinks")
+    return args[1].new_empty(0) if sinks is None else torch.empty_like(sinks)
+
+
+def _nothing_fake(*args: Any, **options: Any) -> None:
+    return None
+
+
+# ---- composite operators -----------------------------------------------------------------------
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """`fa::forward`: casts under autocast, pads odd head dims on a GPU, records for autograd."""
+    autograd.refuse_forward_mode(q, k, v, options.get("sinks"))
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
+    if device == "cuda" and (q.shape[-1] % 8 or v.shape[-1] % 8):
+        return _padded(q, k, v, options)
+    return _recorded(q, k, v, options)
+
+
+def _autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """As torch casts under autocast: every floating point tensor but fp64 (and fp8)."""
+    return t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t
+
+
+def _recorded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    if torch.is_grad_enabled():
+        autograd.refuse_constants(options)
+        sinks = options.get("sinks")
+        if (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (sinks is not None and sinks.requires_grad)
+        ):
+            rest = {name: value for name, value in options.items() if name != "sinks"}
+            if rest.get("deterministic") is None:
+                rest["deterministic"] = torch.are_deterministic_algorithms_enabled()
+            return autograd.Attention.apply(q, k, v, sinks, rest)
+    return torch.ops.fa._forward.default(q, k, v, **options)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Head dims up to the next multiple of 8 with zeros, which change neither S nor the real O."""
+    dim_qk, dim_v = q.shape[-1], v.shape[-1]
+    if options.get("softmax_scale") is None:
+        options = {**options, "softmax_scale": dim_qk**-0.5}
+    q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+    out, lse = _recorded(q, k, v, options)
+    # A copy, for out is dense in q's dimension order.
+    return out[..., :dim_v].clone(), lse
+
+
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """`fa::combine`: torch operations on every device."""
+    _validate.combine(out_partial, lse_partial, out_dtype)
+    autograd.refuse_forward_mode(out_partial, lse_partial)
+    if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
+        return autograd.Combine.apply(out_partial, lse_partial, out_dtype)
+    return cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
+
+
+def _append_kv(*args: Any, **options: Any) -> None:
+    raise NotImplementedError(
+        "fa::append_kv: no backend of this version writes into a cache. Copy the new keys and "
+        "values with torch, then call fa.attention_kvcache(..., cache_seqlens=...)."
+    )
+
+
+def _apply_rotary(*args: Any, **options: Any) -> Tensor:
+    raise NotImplementedError(
+        "fa::apply_rotary: no backend of this version rotates. Apply the rotary embedding with "
+        "torch before the call."
+    )
+
+
+# ---- registration ------------------------------------------------------------------------------
+
+
+def _below_autograd(name: str) -> Any:
+    """A kernel at key Autograd that refuses to be differentiated a second time."""
+    overload = getattr(torch.ops.fa, name).default
+
+    def refuse(*args: Any, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (*args, *options.values())
+        ):
+            raise NotImplementedError(
+                f"fa::{name}: double backward is not supported: an input requires a gradient. "
+                "Call it under torch.no_grad(), or differentiate fa.reference.attention."
+            )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **options)
+
+    return refuse
+
+
+def _register() -> None:
+    impl = _library.impl
+    impl("_forward", _forward_cpu, "CPU")
+    impl("forward_out", _forward_out_cpu, "CPU")
+    impl("backward", _backward_cpu, "CPU")
+    impl("backward_out", _backward_out, "CPU")
+    impl("backward_out", _backward_out, "CUDA")
+    impl("_forward_torch", _forward_torch, "CompositeExplicitAutograd")
+    for name in ("backward", "backward_out"):
+        impl(name, _below_autograd(name), "Autograd")
+    impl("forward", forward, "CompositeImplicitAutograd")
+    impl("combine", combine, "CompositeImplicitAutograd")
+    impl("append_kv", _append_kv, "CompositeExplicitAutograd")
+    impl("apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
+    for name, fake in (
+        ("_forward", _forward_fake),
+        ("_forward_torch", _forward_fake),
+        ("forward_out", _nothing_fake),
+        ("backward", _backward_fake),
+        ("backward_out", _backward_out_fake),
+    ):
+        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+    _cuda.register(_library)
+    _flops.register()
+
+
+_register()
