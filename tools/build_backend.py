@@ -66,6 +66,18 @@ def get_requires_for_build_sdist(config_settings: Settings = None) -> list[str]:
     return list(_skbuild.get_requires_for_build_sdist(config_settings))
 
 
+def prepare_metadata_for_build_wheel(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    return _skbuild.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(
+    metadata_directory: str, config_settings: Settings = None
+) -> str:
+    return _skbuild.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
 def build_wheel(
     wheel_directory: str,
     config_settings: Settings = None,
