@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 
 def attention(
@@ -56,36 +57,41 @@ def attention(
         window_right = 0
     scale = 1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale
 
-    packed_q, packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
     batch = len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0]
-    out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=dtype, device=q.device)
-    lse_shape = (heads_q, q.shape[0]) if packed_q else (batch, heads_q, q.shape[1])
-    lse = torch.full(lse_shape, -math.inf, dtype=dtype, device=q.device)
+    q_parts = _sequences(q.to(dtype), cu_seqlens_q)
+    k_parts, v_parts = (_sequences(x.to(dtype), cu_seqlens_k) for x in (k, v))
     if alibi_slopes is not None and alibi_slopes.dim() == 1:
         alibi_slopes = alibi_slopes.expand(batch, heads_q)
-
-    q_starts, q_lens = _extents(cu_seqlens_q, seqused_q, batch, q.shape[-3])
-    k_starts, k_lens = _extents(cu_seqlens_k, seqused_k, batch, k.shape[-3])
+    outs, lses = [], []
     for b in range(batch):
-        pad = int(leftpad_k[b]) if leftpad_k is not None else 0
-        rows = slice(q_starts[b], q_starts[b] + q_lens[b])
-        keys = slice(k_starts[b] + pad, k_starts[b] + max(pad, k_lens[b]))
-        kv_row = int(kv_batch_idx[b]) if kv_batch_idx is not None else b
-        o_b, lse_b = _one_sequence(
-            (q[rows] if packed_q else q[b, rows]).to(dtype),
-            (k[keys] if packed_k else k[kv_row, keys]).to(dtype),
-            (v[keys] if packed_k else v[kv_row, keys]).to(dtype),
+        q_b, kv_row = q_parts[b], int(kv_batch_idx[b]) if kv_batch_idx is not None else b
+        k_b, v_b = k_parts[kv_row], v_parts[kv_row]
+        q_len = int(seqused_q[b]) if seqused_q is not None else len(q_b)
+        first = int(leftpad_k[b]) if leftpad_k is not None else 0
+        last = max(first, int(seqused_k[b]) if seqused_k is not None else len(k_b))
+        out_b, lse_b = _one_sequence(
+            q_b[:q_len],
+            k_b[first:last],
+            v_b[first:last],
             scale,
             softcap,
             alibi_slopes[b].to(dtype) if alibi_slopes is not None else None,
             sinks.to(dtype) if sinks is not None else None,
             (window_left, window_right, attention_chunk),
         )
-        if packed_q:
-            out[rows], lse[:, rows] = o_b, lse_b
-        else:
-            out[b, rows], lse[b, :, rows] = o_b, lse_b
-    return out, lse
+        # Rows that belong to no sequence: 0 and -inf.
+        outs.append(pad(out_b, (0, 0, 0, 0, 0, len(q_b) - q_len)))
+        lses.append(pad(lse_b, (0, len(q_b) - q_len), value=-math.inf))
+    if cu_seqlens_q is not None:
+        slack = len(q) - sum(len(part) for part in q_parts[:batch])
+        outs.append(q.new_zeros(slack, heads_q, v.shape[-1], dtype=dtype))
+        lses.append(q.new_full((heads_q, slack), -math.inf, dtype=dtype))
+        return torch.cat(outs), torch.cat(lses, dim=1)
+    if batch == 0:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1], dtype=dtype), q.new_zeros(
+            0, heads_q, q.shape[1], dtype=dtype
+        )
+    return torch.stack(outs), torch.stack(lses)
 
 
 def visible(
@@ -104,17 +110,14 @@ def visible(
     return seen
 
 
-def _extents(
-    cu_seqlens: Tensor | None, seqused: Tensor | None, batch: int, rows: int
-) -> tuple[list[int], list[int]]:
-    """First row and number of rows of every sequence in its tensor."""
+def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
+    """[rows, H, D] of every batch entry. Taken apart at once: an index per entry would make the
+    gradient of each one as large as the whole tensor."""
     if cu_seqlens is None:
-        starts, lengths = [0] * batch, [rows] * batch
-    else:
-        ends = cu_seqlens.tolist()
-        starts = ends[:-1]
-        lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
-    return starts, lengths if seqused is None else seqused.tolist()
+        return x.unbind(0)
+    ends = cu_seqlens.tolist()
+    lengths = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
+    return x.split([*lengths, len(x) - sum(lengths)])
 
 
 def _one_sequence(
