@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# How does a GPU test call the kernels of one architecture, and what may that architecture refuse?
+"""Backends of this build, forced calls into guarded and poisoned outputs, and the rule of refusals.
+
+FA_TEST_DEVICE=cpu runs whatever does not need CUDA itself through the CPU backend: a check of the
+tests, not of the kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from typing import Any
+
+import fa
+import libfa
+import pytest
+import torch
+from cases import Case, Guarded, Inputs
+from compare import Expected, Result, assert_result, expected
+from torch import Tensor
+
+DEVICE = os.environ.get("FA_TEST_DEVICE", "cuda")
+ON_CPU = DEVICE == "cpu"
+
+# What no GPU row computes yet: a call that asks for it must be refused with a sentence.
+NO_ROW = frozenset({"softcap", "alibi"})
+LARGEST_DIM = 128
+# What a Hopper row may leave to the Ampere rows. Everything else of a forward it must do.
+HOPPER_MAY_REFUSE = frozenset(
+    {"packed_q", "packed_k", "seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "out_fp32"}
+)
+
+
+@functools.cache
+def rows() -> tuple[libfa.Row, ...]:
+    """Every kernel row of the library; empty where there is no library."""
+    if libfa.library_path() is None:
+        return ()
+    return tuple(libfa.Library().rows())
+
+
+@functools.cache
+def backends() -> tuple[str, ...]:
+    """The backends to force: each architecture of the build that this device can run."""
+    if ON_CPU:
+        return ("cpu",)
+    names = tuple(dict.fromkeys(row.backend for row in rows()))
+    if not torch.cuda.is_available():
+        return names
+    major = torch.cuda.get_device_capability()[0]
+    return tuple(name for name in names if name == "sm80" or major == 9)
+
+
+def each_backend() -> pytest.MarkDecorator:
+    """Parametrises a test over the backends; where there is none, over "auto", which then fails."""
+    return pytest.mark.parametrize("backend", backends() or ("auto",))
+
+
+def can_be_case(case: Case) -> bool:
+    """Whether the forward of a case means something to a kernel row: 16-bit inputs."""
+    return case.dtype in ("bf16", "fp16")
+
+
+def must_refuse(case: Case) -> bool:
+    """Whether no row of first light covers the case (beyond the head dims of the build)."""
+    if ON_CPU:
+        return False
+    largest = max((row.dim_qk for row in rows()), default=LARGEST_DIM)
+    return bool(case.features & NO_ROW) or max(case.dim, case.dim_v) > largest
+
+
+def may_refuse(case: Case, backend: str) -> bool:
+    """Whether a forced backend may leave the case to another one."""
+    return must_refuse(case) or (backend == "sm90" and bool(case.features & HOPPER_MAY_REFUSE))
+
+
+def lse_shape(inputs: Inputs) -> tuple[int, ...]:
+    """[B, Hq, Sq], packed [Hq, total_q]."""
+    *outer, rows_q, heads, _ = inputs.q.shape
+    return (*outer, heads, rows_q)
+
+
+def call(inputs: Inputs, backend: str, **more: Any) -> Result:
+    """The forward through `fa::forward`, which allocates; on a forced backend."""
+    with fa.backend(backend), torch.no_grad():
+        out, lse = torch.ops.fa.forward(inputs.q, inputs.k, inputs.v, **(inputs.options | more))
+    return Result(out, lse)
+
+
+def call_guarded(inputs: Inputs, backend: str, **more: Any) -> Result:
+    """The forward into outputs that hold NaN and lie inside guarded buffers; guards are checked."""
+    out = Guarded(inputs.out_shape, inputs.out_dtype, DEVICE)
+    lse = Guarded(lse_shape(inputs), torch.float32, DEVICE)
+    options = {n: v for n, v in (inputs.options | more).items() if n != "out_dtype"}
+    if inputs.case.out_fp32:
+        options["out_dtype"] = torch.float32
+    with fa.backend(backend), torch.no_grad():
+        torch.ops.fa.forward_out(
+            inputs.q, inputs.k, inputs.v, **options, out=out.tensor, lse=lse.tensor
+        )
+    out.check("out")
+    lse.check("lse")
+    return Result(out.tensor, lse.tensor)
+
+
+def forward(inputs: Inputs, backend: str) -> Result:
+    """Guarded where the raw op takes the head dims as they are, else through `fa::forward`."""
+    if "odd_dim" in inputs.case.features:
+        return call(inputs, backend)
+    return call_guarded(inputs, backend)
+
+
+@functools.lru_cache(maxsize=2)
+def inputs_of(case: Case) -> Inputs:
+    """The case's tensors; every byte outside of the problem is NaN."""
+    return case.make(DEVICE, poison=math.nan)
+
+
+@functools.lru_cache(maxsize=2)
+def expected_of(case: Case) -> Expected:
+    """The right answer of `inputs_of(case)`, and how far off a result may be."""
+    return expected(inputs_of(case), backward=False)
+
+
+def check_case(case: Case, backend: str) -> str:
+    """Runs a case on a backend and compares; returns "ran" or the sentence of a lawful refusal."""
+    inputs = inputs_of(case)
+    try:
+        result = forward(inputs, backend)
+    except NotImplementedError as error:
+        text = str(error)
+        assert may_refuse(case, backend), f"{backend} must run {case.id} but refused: {text}"
+        assert len(text) > 40 and "." in text, f"a refusal must be a sentence, not {text!r}"
+        inputs.assert_unchanged()
+        if not must_refuse(case):  # another row takes it
+            assert_result(forward(inputs, "auto"), expected_of(case))
+        return text
+    assert not must_refuse(case), f"no row covers {case.id}, yet {backend} returned a result"
+    if not ON_CPU:
+        torch.cuda.synchronize()
+    inputs.assert_unchanged()
+    assert result.out.dtype == inputs.out_dtype
+    assert_result(result, expected_of(case))
+    return "ran"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    """Standard normal values on the device."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=DEVICE, dtype=dtype)
+
+
+def ints(*values: int) -> Tensor:
+    """An int32 tensor on the device."""
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def inputs_from(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Inputs:
+    """Inputs around tensors made by a test; `options` are those of `fa::forward`."""
+    case = Case(dim=q.shape[-1], dim_v=v.shape[-1], backward=False)
+    return Inputs(case, q, k, v, torch.empty(0), None, options)
+
+
+def check_tensors(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Result:
+    """Runs and compares a call that is not a Case; a forced Hopper backend may not refuse here."""
+    inputs = inputs_from(q, k, v, **options)
+    result = call_guarded(inputs, backend)
+    assert_result(result, expected(inputs, backward=False))
+    return result
+
+
+def need_memory(gigabytes: float) -> None:
+    """Skips, with the figures, where the device has not that much memory free."""
+    if ON_CPU:
+        pytest.skip(f"needs {gigabytes} GB on a GPU; FA_TEST_DEVICE is cpu")
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0] / 1e9
+    if free < gigabytes:
+        pytest.skip(f"needs {gigabytes} GB of GPU memory, {free:.0f} GB are free")
+
+
+def fill_free_memory(gigabytes: float = 1.0) -> None:
+    """Leaves NaN in the blocks that torch's allocator hands out next."""
+    if not ON_CPU:
+        blocks = [
+            torch.full((1 << 20,), math.nan, device=DEVICE) for _ in range(int(256 * gigabytes))
+        ]
+        del blocks

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Is every kernel row right, on the hand-picked problems and on drawn ones?
+
+from __future__ import annotations
+
+import fa
+import harness
+import libfa
+import pytest
+import torch
+from cases import Case, hand_picked, sweep
+
+SWEEP_SEED = 20261130
+SWEEP_COUNT = 200
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def row_cases(row: libfa.Row) -> list[Case]:
+    """Problems on which this very row must be the one that runs: dense, by its mask's need."""
+    if row.op != libfa.FORWARD or row.dtype not in SHORT_DTYPE:
+        return []
+    base = {"dtype": SHORT_DTYPE[row.dtype], "backward": False, "tag": row.backend}
+    dims = {"dim": row.dim_qk, "dim_v": row.dim_v}
+    band = {"causal": True} if row.mask == "band" else {}
+    cases = [
+        Case(**base, **dims, **band, q=257, k=321, batch=2, heads_q=4, heads_k=2),
+        Case(**base, **dims, **band, q=row.tile_m, k=row.tile_n, heads_q=3),
+        Case(**base, **dims, **band, q=1023, k=2047, heads_q=4, heads_k=1, values="x3"),
+        Case(**base, **dims, **band, q=1, k=7, batch=3),
+        Case(**base, dim=row.dim_qk - 8, dim_v=row.dim_v - 24, **band, q=300, k=193, batch=2),
+    ]
+    if row.mask == "band":
+        cases.append(Case(**base, **dims, window=(100, 20), q=513, k=700, heads_q=4, heads_k=2))
+        cases.append(Case(**base, **dims, causal=True, q=700, k=300, heads_q=2, sinks="fp32"))
+        cases.append(Case(**base, **dims, causal=True, chunk=150, q=400, k=470))
+    return cases
+
+
+ROW_CASES = [(row, case) for row in harness.rows() for case in row_cases(row)]
+_without = [row.id for row in harness.rows() if not row_cases(row)]
+if _without:
+    raise RuntimeError(f"kernel rows without a test case: {', '.join(_without)}.")
+
+
+@pytest.mark.parametrize(
+    ("row", "case"), ROW_CASES, ids=lambda value: value.id if hasattr(value, "id") else str(value)
+)
+def test_row(
+    row: libfa.Row, case: Case, cuda_only: None, record_property: pytest.RecordProperty
+) -> None:
+    if row.backend not in harness.backends():
+        pytest.skip(f"{row.id} does not run on {torch.cuda.get_device_name()}")
+    inputs = harness.inputs_of(case)
+    window = (case.window[0], case.window[1])
+    with fa.backend(row.backend):
+        plan = fa.explain(
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            causal=case.causal,
+            window_size=window,
+            attention_chunk=case.chunk,
+            sinks=inputs.options.get("sinks"),
+        )
+    record_property("plan", plan)
+    assert row.id in plan, f"another row runs than {row.id}: {plan}"
+    assert harness.check_case(case, row.backend) == "ran"
+
+
+def test_build_holds_rows_for_this_device(cuda_only: None) -> None:
+    """Everything below would pass without a single kernel: this is what fails then."""
+    assert harness.rows(), "the library holds no kernel row (or was not found)"
+    assert harness.backends(), f"no row runs on {torch.cuda.get_device_name()}"
+
+
+HAND_PICKED = [case for case in hand_picked() if harness.can_be_case(case)]
+SWEEP = [case for case in sweep(SWEEP_SEED, SWEEP_COUNT) if harness.can_be_case(case)]
+
+
+@harness.each_backend()
+@pytest.mark.parametrize("case", HAND_PICKED, ids=lambda case: case.id)
+def test_hand_picked(case: Case, backend: str) -> None:
+    harness.check_case(case, backend)
+
+
+@harness.each_backend()
+@pytest.mark.parametrize("case", SWEEP, ids=lambda case: case.id)
+def test_sweep(case: Case, backend: str) -> None:
+    harness.check_case(case, backend)
