@@ -18,7 +18,7 @@ COMMON, API, HOST, DEVICE = (
     "kernels_common/host/",
     "kernels_common/device/",
 )
-SHARED_VALUES = (f"{HOST}kernel_config.h",)  # plain values that both sides read
+SHARED_VALUES = (f"{HOST}kernel_config.h", f"{API}fa.h")  # plain values that both sides read
 HOST_SAFE = tuple(f"{DEVICE}{n}.h" for n in ("launch_args", "block_range", "tile_scheduler"))
 ARROWS: dict[str, tuple[str, ...]] = {
     DEVICE: (DEVICE, *SHARED_VALUES),
