@@ -1,0 +1,82 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How do producer and consumers hand slots of shared memory to each other? Full and empty mbarriers, and a cursor.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels_common/device/launch_args.h"
+
+namespace fa::sm90 {
+
+FA_DEVICE uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+FA_DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+FA_DEVICE void mbarrier_arrive(uint64_t* barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+}
+
+// One arrival, and the bytes that TMA will deliver.
+FA_DEVICE void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+               : "memory");
+}
+
+// Returns once the phase with this parity is complete. One asm block: no branch of the surrounding code stands between
+// the issue and the wait of a WGMMA.
+FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "bra again;\n"
+      "ready:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// `full`: one arrival (the producer's lane) plus the bytes of the load; consumers wait.
+// `empty`: one arrival per consumer warp; the producer waits.
+template <int kSlots>
+struct SlotBarriers {
+  uint64_t full[kSlots];
+  uint64_t empty[kSlots];
+
+  FA_DEVICE void init(int consumer_warps) {
+    for (int i = 0; i < kSlots; ++i) {
+      mbarrier_init(&full[i], 1);
+      mbarrier_init(&empty[i], consumer_warps);
+    }
+  }
+};
+
+// Position in a ring of slots. Lives across tiles: both sides must advance equally often. Consumers start with parity
+// 0; the producer with 1, so that its first round of waits for empty slots passes.
+template <int kSlots>
+struct SlotCursor {
+  int slot = 0;
+  uint32_t parity;
+
+  FA_DEVICE explicit SlotCursor(uint32_t first_parity) : parity(first_parity) {}
+
+  FA_DEVICE void advance() {
+    if constexpr (kSlots == 1) {
+      parity ^= 1;
+    } else if constexpr (kSlots == 2) {
+      slot ^= 1;
+      parity ^= slot == 0;
+    } else {
+      slot = slot + 1 == kSlots ? 0 : slot + 1;
+      parity ^= slot == 0;
+    }
+  }
+};
+
+}  // namespace fa::sm90

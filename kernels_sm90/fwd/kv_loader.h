@@ -1,0 +1,44 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How do key block n and value block n reach shared memory?
+#pragma once
+
+#include "kernels_sm90/common/tma.h"
+#include "kernels_sm90/fwd/smem.h"
+#include "kernels_sm90/fwd/tile.h"
+
+namespace fa::sm90 {
+
+// Guarantees zeros in rows beyond the tensor and in columns beyond the real head dim; every other row of the box holds
+// what memory holds, seen by the call or not.
+template <class Row>
+struct TmaKv {
+  using T = FwdTypes<Row>;
+  const TensorMap& k_map;
+  const TensorMap& v_map;
+  FwdSmem<Row>& smem;
+  SlotCursor<T::kStages> k_at{1}, v_at{1};
+
+  FA_DEVICE void load_k(const FwdTile& tile, int n) {
+    load<T::kDimQk>(k_map, smem.k, smem.k_slots, k_at, tile, n);
+  }
+  FA_DEVICE void load_v(const FwdTile& tile, int n) {
+    load<T::kDimV>(v_map, smem.v, smem.v_slots, v_at, tile, n);
+  }
+
+ private:
+  template <int kDim>
+  FA_DEVICE static void load(const TensorMap& map, typename T::E* tiles, SlotBarriers<T::kStages>& slots,
+                             SlotCursor<T::kStages>& at, const FwdTile& tile, int n) {
+    mbarrier_wait(&slots.empty[at.slot], at.parity);
+    uint64_t* full = &slots.full[at.slot];
+    mbarrier_expect(full, T::kTileN * kDim * 2);
+    CUTE_UNROLL
+    for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+      tma_load<L2Policy::kEvictLast>(
+          map, tiles + (at.slot * kDim + panel * T::kPanel) * T::kTileN, full,
+          BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * T::kTileN, tile.head_k, tile.seq.k_batch});
+    at.advance();
+  }
+};
+
+}  // namespace fa::sm90

@@ -1,0 +1,36 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What lies where in shared memory? The struct is the memory map.
+#pragma once
+
+#include "kernels_sm90/common/pipeline.h"
+#include "kernels_sm90/fwd/config.h"
+
+namespace fa::sm90 {
+
+inline constexpr int kSmemLimit = 232448;  // bytes a thread block may use
+inline constexpr int kSmemAlign = 1024;    // of a tile with 128-byte swizzle
+
+template <class Row>
+struct FwdSmem {
+  using T = FwdTypes<Row>;
+  using E = typename T::E;
+
+  alignas(kSmemAlign) E q[cute::cosize_v<typename T::LayoutQ>];
+  alignas(kSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
+  alignas(kSmemAlign) E v[cute::cosize_v<typename T::LayoutV>];
+  alignas(kSmemAlign) E o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];  // panels as in Q, one slot
+  SlotBarriers<T::kQSlots> q_slots;
+  SlotBarriers<T::kStages> k_slots, v_slots;
+
+  // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·64.
+  FA_DEVICE E* output_rows(int q_slot, int warp) {
+    E* base = T::kOwnOutput ? o : q + q_slot * T::kTileM * T::kDimQk;
+    return base + warp * 16 * T::kPanel;
+  }
+};
+
+// The dynamic buffer is only promised 16-byte alignment, so one alignment is added and rounded away.
+template <class Row>
+inline constexpr int kFwdSmemBytes = static_cast<int>(sizeof(FwdSmem<Row>)) + kSmemAlign;
+
+}  // namespace fa::sm90
