@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* The C interface of libfa: what a caller fills in, what it may call, and who owns what. C99, no CUDA types. */
+/* The C interface of libfa: what a caller fills in, what it may call, and who owns what. C99, no
+ * CUDA types. */
 #ifndef FA_H_
 #define FA_H_
 
@@ -20,7 +21,7 @@ extern "C" {
 
 typedef enum {
   FA_OK = 0,
-  FA_ERROR_INVALID = 1,     /* an argument is wrong: its text says which, its value, what is allowed */
+  FA_ERROR_INVALID = 1, /* an argument is wrong: its text says which, its value, what is allowed */
   FA_ERROR_UNSUPPORTED = 2, /* no kernel row covers the call: the text lists the nearest rows */
   FA_ERROR_WORKSPACE = 3,   /* the workspace is too small; *needed says how much */
   FA_ERROR_ABI = 4,         /* the caller was compiled against another fa.h */
@@ -29,10 +30,16 @@ typedef enum {
   FA_ERROR_INTERNAL = 7
 } fa_status;
 
-typedef enum { FA_FP16 = 1, FA_BF16 = 2, FA_E4M3 = 3, FA_FP32 = 4 } fa_dtype; /* numbers are never reused */
+typedef enum {
+  FA_FP16 = 1,
+  FA_BF16 = 2,
+  FA_E4M3 = 3,
+  FA_FP32 = 4
+} fa_dtype; /* numbers are never reused */
 typedef enum { FA_FORWARD = 1, FA_BACKWARD = 2, FA_COMBINE = 3, FA_APPEND_KV = 4 } fa_op;
 
-/* Strides count elements; the stride of a dim of size <= 1 is ignored. Packed: [total, H, D], stride_batch unused. */
+/* Strides count elements; the stride of a dim of size <= 1 is ignored. Packed: [total, H, D],
+ * stride_batch unused. */
 typedef struct {
   void* data;
   int64_t stride_batch, stride_row, stride_head, stride_dim;
@@ -46,7 +53,8 @@ typedef struct {
   int32_t dtype, block;
 } fa_factors;
 
-/* seqlen_*: the dense length, or a hint (maximum) when that side is packed; 0 = unknown. total_*: rows of a packed tensor. */
+/* seqlen_*: the dense length, or a hint (maximum) when that side is packed; 0 = unknown. total_*:
+ * rows of a packed tensor. */
 typedef struct {
   int32_t batch, seqlen_q, seqlen_k, heads_q, heads_k, dim_qk, dim_v, total_q, total_k, reserved;
 } fa_shape;
@@ -65,7 +73,7 @@ typedef struct {
 } fa_mask;
 
 typedef struct {
-  const int32_t *cu_q, *cu_k;                             /* [B + 1] */
+  const int32_t *cu_q, *cu_k;                                 /* [B + 1] */
   const int32_t *used_q, *used_k, *leftpad_k, *batch_index_k; /* [B] */
 } fa_sequences;
 
@@ -91,7 +99,8 @@ typedef struct {
   int32_t accumulate;
 } fa_gradients;
 
-/* [B, Hq, Sq], or [Hq, total_q] when packed (stride_batch unused). Rows are contiguous. NULL data: not wanted. */
+/* [B, Hq, Sq], or [Hq, total_q] when packed (stride_batch unused). Rows are contiguous. NULL data:
+ * not wanted. */
 typedef struct {
   float* data;
   int64_t stride_batch, stride_head;
@@ -161,20 +170,24 @@ typedef struct {
   uint32_t offset, size;
 } fa_field;
 
-FA_API void fa_params_init(fa_params* params, size_t struct_size); /* zero, then defaults; the only constructor */
+FA_API void fa_params_init(fa_params* params,
+                           size_t struct_size); /* zero, then defaults; the only constructor */
 FA_API void fa_combine_params_init(fa_combine_params* params, size_t struct_size);
 FA_API void fa_append_kv_params_init(fa_append_kv_params* params, size_t struct_size);
 
 FA_API fa_status fa_workspace_size(fa_op op, const fa_params* params, size_t* bytes);
-FA_API fa_status fa_forward(const fa_params* params, void* workspace, size_t bytes, size_t* needed, void* stream);
-FA_API fa_status fa_backward(const fa_params* params, void* workspace, size_t bytes, size_t* needed, void* stream);
+FA_API fa_status fa_forward(const fa_params* params, void* workspace, size_t bytes, size_t* needed,
+                            void* stream);
+FA_API fa_status fa_backward(const fa_params* params, void* workspace, size_t bytes, size_t* needed,
+                             void* stream);
 FA_API fa_status fa_combine(const fa_combine_params* params, void* stream);
 FA_API fa_status fa_append_kv(const fa_append_kv_params* params, void* stream);
 FA_API fa_status fa_explain(fa_op op, const fa_params* params, char* text, size_t capacity);
 
 FA_API int fa_kernel_count(void);
-FA_API fa_status fa_kernel_info(int index, fa_kernel_desc* desc); /* desc->struct_size is set by the caller */
-FA_API size_t fa_abi_layout(const fa_field** fields);             /* every field of fa_params */
+FA_API fa_status fa_kernel_info(int index,
+                                fa_kernel_desc* desc); /* desc->struct_size is set by the caller */
+FA_API size_t fa_abi_layout(const fa_field** fields);  /* every field of fa_params */
 FA_API int fa_abi_version(void);
 FA_API const char* fa_version(void); /* "0.1.0+g1a2b3c4 cuda13.0" */
 FA_API const char* fa_status_name(fa_status status);

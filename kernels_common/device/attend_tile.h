@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// In which order does a query tile visit its key blocks? Right edge, interior, left edge; the same on both architectures.
+// In which order does a query tile visit its key blocks? Right edge, interior, left edge; the same
+// on both architectures.
 #pragma once
 
 #include "kernels_common/device/block_range.h"
@@ -13,15 +14,15 @@ struct Unmasked {
   static constexpr bool kMasked = false;
 };
 
-// From right to left. The rightmost block holds the ragged end of the keys, so first() always masks it.
-// The range must not be empty.
+// From right to left. The rightmost block holds the ragged end of the keys, so first() always masks
+// it. The range must not be empty.
 template <class Mask, class Step>
 FA_DEVICE void attend_tile(Step& step, const KeyRange& range) {
   int n = range.end - 1;
   step.first(n);
   --n;
   if constexpr (Mask::kNeeded)
-    for (; n >= range.full_end; --n) step.next(n, Masked{});  // right edge of the band
+    for (; n >= range.full_end; --n) step.next(n, Masked{});    // right edge of the band
   for (; n >= range.full_begin; --n) step.next(n, Unmasked{});  // interior
   if constexpr (Mask::kNeeded)
     for (; n >= range.begin; --n) step.next(n, Masked{});  // left edge

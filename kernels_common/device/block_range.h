@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which key blocks does a query tile see, which of them need masking, and the transpose. Pure; host and device.
+// Which key blocks does a query tile see, which of them need masking, and the transpose. Pure; host
+// and device.
 #pragma once
 
 #include "kernels_common/device/launch_args.h"
@@ -14,11 +15,12 @@ FA_HOST_DEVICE constexpr int floor_div(int a, int b) { return a >= 0 ? a / b : -
 
 inline constexpr int kUnlimited = 1 << 30;
 
-// Keys visible to query row i of one sequence are [first_key(i), last_key(i)] cut to [0, k_len). Both grow with i.
+// Keys visible to query row i of one sequence are [first_key(i), last_key(i)] cut to [0, k_len).
+// Both grow with i.
 struct Band {
   int left, right;  // kUnlimited: no bound
   int chunk;        // 0: none
-  int shift;        // position of row 0 on the key axis: k_len - q_len, or 0 for a top-left diagonal
+  int shift;  // position of row 0 on the key axis: k_len - q_len, or 0 for a top-left diagonal
 
   FA_HOST_DEVICE constexpr int first_key(int i) const {
     const int pos = i + shift;
@@ -35,27 +37,32 @@ struct Band {
 };
 
 FA_HOST_DEVICE constexpr Band make_band(const BandArgs& args, int q_len, int k_len) {
-  return Band{args.left < 0 ? kUnlimited : args.left, args.right < 0 ? kUnlimited : args.right, args.chunk,
-              args.top_left ? 0 : k_len - q_len};
+  return Band{args.left < 0 ? kUnlimited : args.left, args.right < 0 ? kUnlimited : args.right,
+              args.chunk, args.top_left ? 0 : k_len - q_len};
 }
 
-// Blocks of tile_n keys; all bounds are block indices, ends exclusive. Blocks in [full_begin, full_end) are visible
-// to every row of the tile and need no mask. [any_lo, any_hi) are the keys visible to at least one row.
+// Blocks of tile_n keys; all bounds are block indices, ends exclusive. Blocks in [full_begin,
+// full_end) are visible to every row of the tile and need no mask. [any_lo, any_hi) are the keys
+// visible to at least one row.
 struct KeyRange {
   int begin, full_begin, full_end, end;
   int any_lo, any_hi;
 };
 
 // Rows [q_first, q_last] of one sequence, q_first <= q_last < q_len.
-FA_HOST_DEVICE constexpr KeyRange key_range(const Band& band, int q_first, int q_last, int k_len, int tile_n) {
+FA_HOST_DEVICE constexpr KeyRange key_range(const Band& band, int q_first, int q_last, int k_len,
+                                            int tile_n) {
   const int any_lo = max_of(0, band.first_key(q_first));
-  const int any_hi = min_of(k_len, band.last_key(q_last) == kUnlimited ? k_len : band.last_key(q_last) + 1);
+  const int any_hi =
+      min_of(k_len, band.last_key(q_last) == kUnlimited ? k_len : band.last_key(q_last) + 1);
   if (any_lo >= any_hi) return KeyRange{0, 0, 0, 0, 0, 0};
   const int all_lo = max_of(0, band.first_key(q_last));
-  const int all_hi = min_of(k_len, band.last_key(q_first) == kUnlimited ? k_len : band.last_key(q_first) + 1);
+  const int all_hi =
+      min_of(k_len, band.last_key(q_first) == kUnlimited ? k_len : band.last_key(q_first) + 1);
   const int begin = any_lo / tile_n, end = ceil_div(any_hi, tile_n);
   const int full_begin = clamp_to(ceil_div(all_lo, tile_n), begin, end);
-  return KeyRange{begin, full_begin, clamp_to(max_of(all_hi, 0) / tile_n, full_begin, end), end, any_lo, any_hi};
+  return KeyRange{begin, full_begin, clamp_to(max_of(all_hi, 0) / tile_n, full_begin, end),
+                  end,   any_lo,     any_hi};
 }
 
 }  // namespace fa

@@ -13,13 +13,15 @@
 
 namespace fa {
 
-// Element strides; the last dimension is contiguous. Packed tensors [total, H, D] have stride_batch = 0.
+// Element strides; the last dimension is contiguous. Packed tensors [total, H, D] have stride_batch
+// = 0.
 struct TensorArg {
   void* data;
   int64_t stride_batch, stride_row, stride_head;
 };
 
-// Lengths as the host knows them; what is null is not in use. See seq_info.h for what they mean together.
+// Lengths as the host knows them; what is null is not in use. See seq_info.h for what they mean
+// together.
 struct SeqArgs {
   const int32_t* cu_q;           // [B + 1] or null: q is packed
   const int32_t* cu_k;           // [B + 1] or null: k and v are packed
@@ -32,7 +34,8 @@ struct SeqArgs {
   int32_t total_q, total_k;    // rows of a packed q, k
 };
 
-// Band of visible keys of one call; windows are clamped to 2^30 so that sums of positions never overflow.
+// Band of visible keys of one call; windows are clamped to 2^30 so that sums of positions never
+// overflow.
 struct BandArgs {
   int32_t left, right;  // -1: unlimited
   int32_t chunk;        // 0: none

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How long is the sequence of a tile and where do its rows lie? All global reads of lengths happen here, once per tile.
+// How long is the sequence of a tile and where do its rows lie? All global reads of lengths happen
+// here, once per tile.
 #pragma once
 
 #include "kernels_common/device/tile_scheduler.h"
@@ -9,14 +10,16 @@ namespace fa {
 struct SeqInfo {
   int q_batch, k_batch;  // index into the batch stride (0 when packed)
   int q_begin;           // first row of the sequence in q, out and lse
-  int q_slot;            // rows of q that belong to the slot of this sequence; [q_len, q_slot) are written as empty rows
-  int q_len;             // rows that take part
-  int k_begin;           // first real key row (left padding skipped)
-  int k_len;             // real keys
-  int m_first;           // first row of this tile, counted from q_begin; >= q_slot: nothing to do
+  int q_slot;  // rows of q that belong to the slot of this sequence; [q_len, q_slot) are written as
+               // empty rows
+  int q_len;   // rows that take part
+  int k_begin;  // first real key row (left padding skipped)
+  int k_len;    // real keys
+  int m_first;  // first row of this tile, counted from q_begin; >= q_slot: nothing to do
 };
 
-// Largest b in [0, batch] with packed_offset(cu[b], b) <= tile. Binary search: log2(B) reads that stay in cache.
+// Largest b in [0, batch] with packed_offset(cu[b], b) <= tile. Binary search: log2(B) reads that
+// stay in cache.
 FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int tile) {
   int lo = 0, hi = batch;
   while (lo < hi) {
@@ -29,7 +32,8 @@ FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int t
   return lo;
 }
 
-// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of tiles).
+// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
+// tiles).
 FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
   SeqInfo s{};
   int b = batch;

@@ -6,7 +6,8 @@
 
 namespace fa {
 
-// Stores the formatted sentence as this thread's last error and returns `code`. The only way to fail.
+// Stores the formatted sentence as this thread's last error and returns `code`. The only way to
+// fail.
 fa_status fail(fa_status code, const char* format, ...) __attribute__((format(printf, 2, 3)));
 
 // Text of this thread's last failure; valid until its next one.
@@ -14,8 +15,8 @@ const char* last_error();
 
 }  // namespace fa
 
-#define FA_TRY(expression)                                     \
-  do {                                                         \
+#define FA_TRY(expression)                                              \
+  do {                                                                  \
     if (fa_status fa_try_status_ = (expression)) return fa_try_status_; \
   } while (0)
 

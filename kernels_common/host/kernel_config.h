@@ -8,16 +8,19 @@ namespace fa {
 enum class Op : int { kForward = 1, kBackward = 2, kCombine = 3, kAppendKv = 4 };
 enum class DType : int { kFp16 = 1, kBf16 = 2, kE4m3 = 3, kFp32 = 4 };
 
-enum class MaskKind : int { kNone = 0, kBand = 1 };             // column `mask`
-enum class ScoreKind : int { kScale = 0, kAny = 1 };            // column `score`
+enum class MaskKind : int { kNone = 0, kBand = 1 };                // column `mask`
+enum class ScoreKind : int { kScale = 0, kAny = 1 };               // column `score`
 enum class LoadKind : int { kTma = 0, kCpAsync = 1, kPaged = 2 };  // columns `kv` and `q`
-enum class SchedKind : int { kStatic = 0, kDynamic = 1 };       // column `sched`
-enum class StepKind : int { kOverlap = 0, kSerial = 1 };        // column `step`
+enum class SchedKind : int { kStatic = 0, kDynamic = 1 };          // column `sched`
+enum class StepKind : int { kOverlap = 0, kSerial = 1 };           // column `step`
 
 // Columns `knobs`: key=value, each a policy.
 enum class Turns : int { kNone = 0, kGemm = 1, kSoftmax = 2 };
 enum class Rescale : int { kAlways = 0, kVoted = 1 };
-enum class ExpKind : int { kMufu = 0, kSplit = 1 };  // split: a quarter of the exponentials on the FMA units
+enum class ExpKind : int {
+  kMufu = 0,
+  kSplit = 1
+};  // split: a quarter of the exponentials on the FMA units
 
 struct KernelConfig {
   int arch;  // 80, 90
@@ -37,7 +40,7 @@ struct KernelConfig {
   Rescale rescale = Rescale::kAlways;
   ExpKind exp = ExpKind::kMufu;
   int q_slots = 1;  // Q buffers
-  int o_buf = 0;    // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
+  int o_buf = 0;  // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
 };
 
 }  // namespace fa

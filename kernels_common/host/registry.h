@@ -15,7 +15,8 @@ struct KernelEntry {
   KernelConfig config;
   int threads;
   int smem_bytes;  // dynamic shared memory, sizeof the kernel's own struct (+ alignment)
-  // Launches on `stream` (a cudaStream_t). Sets kernel attributes once per device. Errors through fail().
+  // Launches on `stream` (a cudaStream_t). Sets kernel attributes once per device. Errors through
+  // fail().
   fa_status (*launch)(const LaunchArgs& args, void* stream);
   const void* (*function)();  // for cudaFuncGetAttributes
 };

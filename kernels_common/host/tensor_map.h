@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Describes a strided [B, S, H, D] tensor to the TMA unit: fills a 128-byte CUtensorMap without linking libcuda.
+// Describes a strided [B, S, H, D] tensor to the TMA unit: fills a 128-byte CUtensorMap without
+// linking libcuda.
 #pragma once
 
 #include <cstdint>
@@ -9,13 +10,15 @@
 
 namespace fa {
 
-// Dimension order of every map: (dim, row, head, batch), dim innermost. Extents in elements, strides in bytes.
+// Dimension order of every map: (dim, row, head, batch), dim innermost. Extents in elements,
+// strides in bytes.
 struct TensorMapSpec {
   const char* name;  // "q", for messages
   const void* data;  // 16-byte aligned
   DType dtype;
   int64_t extent[4];        // clamped to >= 1 by the encoder
-  int64_t stride_bytes[3];  // of row, head, batch; multiples of 16, below 2^40; ignored where the extent is <= 1
+  int64_t stride_bytes[3];  // of row, head, batch; multiples of 16, below 2^40; ignored where the
+                            // extent is <= 1
   int box[4];               // each <= 256; box[0] * element size <= 128 for the 128-byte swizzle
   bool swizzle_128;         // false: no swizzle
 };

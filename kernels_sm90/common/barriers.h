@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which hardware barriers does a Hopper forward kernel use: who arrives, who waits, how many threads?
+// Which hardware barriers does a Hopper forward kernel use: who arrives, who waits, how many
+// threads?
 #pragma once
 
 #include "kernels_common/device/launch_args.h"
@@ -10,19 +11,23 @@ inline constexpr int kWarpgroupThreads = 128;
 
 // 16 hardware barriers per thread block; 0 belongs to __syncthreads.
 enum class Barrier : int {
-  kTurn = 1,   // + warpgroup (0 .. 2): that warpgroup waits, its predecessor arrives; 256 threads
-  kScrub = 4,  // V rows overwritten by all consumers, before any of them reads the tile; all consumers
-  kSlab = 5,   // + warpgroup (0 .. 2): the warpgroup has read its rows of Q, O may overwrite them; 128 threads
+  kTurn = 1,  // + warpgroup (0 .. 2): that warpgroup waits, its predecessor arrives; 256 threads
+  kScrub =
+      4,  // V rows overwritten by all consumers, before any of them reads the tile; all consumers
+  kSlab = 5,  // + warpgroup (0 .. 2): the warpgroup has read its rows of Q, O may overwrite them;
+              // 128 threads
 };
 
 template <int kThreads>
 FA_DEVICE void sync(Barrier barrier, int offset = 0) {
-  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier) + offset), "n"(kThreads) : "memory");
+  asm volatile("bar.sync %0, %1;" ::"r"(static_cast<int>(barrier) + offset), "n"(kThreads)
+               : "memory");
 }
 
 template <int kThreads>
 FA_DEVICE void arrive(Barrier barrier, int offset = 0) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + offset), "n"(kThreads) : "memory");
+  asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + offset), "n"(kThreads)
+               : "memory");
 }
 
 // Generic writes to shared memory become visible to TMA and WGMMA.

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How do producer and consumers hand slots of shared memory to each other? Full and empty mbarriers, and a cursor.
+// How do producer and consumers hand slots of shared memory to each other? Full and empty
+// mbarriers, and a cursor.
 #pragma once
 
 #include <cstdint>
@@ -13,21 +14,26 @@ FA_DEVICE uint32_t shared_address(const void* pointer) {
 }
 
 FA_DEVICE void mbarrier_init(uint64_t* barrier, int arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
+               "r"(arrivals)
+               : "memory");
 }
 
 FA_DEVICE void mbarrier_arrive(uint64_t* barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
+               : "memory");
 }
 
 // One arrival, and the bytes that TMA will deliver.
 FA_DEVICE void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+      "r"(bytes)
+      : "memory");
 }
 
-// Returns once the phase with this parity is complete. One asm block: no branch of the surrounding code stands between
-// the issue and the wait of a WGMMA.
+// Returns once the phase with this parity is complete. One asm block: no branch of the surrounding
+// code stands between the issue and the wait of a WGMMA.
 FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -57,8 +63,9 @@ struct SlotBarriers {
   }
 };
 
-// Position in a ring of slots. Lives across tiles: both sides must advance equally often. Consumers start with parity
-// 0; the producer with 1, so that its first round of waits for empty slots passes.
+// Position in a ring of slots. Lives across tiles: both sides must advance equally often. Consumers
+// start with parity 0; the producer with 1, so that its first round of waits for empty slots
+// passes.
 template <int kSlots>
 struct SlotCursor {
   int slot = 0;

@@ -11,12 +11,14 @@ enum class Role { kProducer, kConsumer };
 
 FA_DEVICE Role role_of(int warpgroup) { return warpgroup == 0 ? Role::kProducer : Role::kConsumer; }
 
-// The block starts with an equal share per thread; setmaxnreg then moves registers from the producer to the consumers.
+// The block starts with an equal share per thread; setmaxnreg then moves registers from the
+// producer to the consumers.
 template <int kThreads>
 struct RegisterBudget {
   static constexpr int kConsumers = kThreads / kWarpgroupThreads - 1;
-  static_assert(kThreads % kWarpgroupThreads == 0 && (kConsumers == 2 || kConsumers == 3),
-                "a Hopper forward row has 12 or 16 warps: one producer warpgroup and two or three consumers");
+  static_assert(
+      kThreads % kWarpgroupThreads == 0 && (kConsumers == 2 || kConsumers == 3),
+      "a Hopper forward row has 12 or 16 warps: one producer warpgroup and two or three consumers");
   static constexpr int kLaunch = 65536 / kThreads / 8 * 8;
   static constexpr int kPool = kLaunch * (kConsumers + 1);
   static constexpr int kConsumer = (kPool - 24) / kConsumers / 8 * 8;

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does one thread move a box between global and shared memory? The TMA instructions, four dimensions.
+// How does one thread move a box between global and shared memory? The TMA instructions, four
+// dimensions.
 #pragma once
 
 #include "kernels_sm90/common/pipeline.h"
@@ -17,7 +18,10 @@ struct BoxCoord {
 };
 
 // L2 policies as the hardware encodes them: stream through, or keep as long as possible.
-enum class L2Policy : uint64_t { kEvictFirst = 0x12F0000000000000ull, kEvictLast = 0x14F0000000000000ull };
+enum class L2Policy : uint64_t {
+  kEvictFirst = 0x12F0000000000000ull,
+  kEvictLast = 0x14F0000000000000ull
+};
 
 FA_DEVICE void tma_prefetch_map(const TensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
@@ -28,20 +32,24 @@ FA_DEVICE void tma_load(const TensorMap& map, void* shared, uint64_t* barrier, B
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint"
       " [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(shared)),
-      "l"(&map), "r"(shared_address(barrier)), "r"(at.dim), "r"(at.row), "r"(at.head), "r"(at.batch),
-      "l"(static_cast<uint64_t>(kPolicy))
+      "l"(&map), "r"(shared_address(barrier)), "r"(at.dim), "r"(at.row), "r"(at.head),
+      "r"(at.batch), "l"(static_cast<uint64_t>(kPolicy))
       : "memory");
 }
 
 FA_DEVICE void tma_store(const TensorMap& map, const void* shared, BoxCoord at) {
-  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
-               "r"(shared_address(shared)), "r"(at.dim), "r"(at.row), "r"(at.head), "r"(at.batch)
-               : "memory");
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+          &map),
+      "r"(shared_address(shared)), "r"(at.dim), "r"(at.row), "r"(at.head), "r"(at.batch)
+      : "memory");
 }
 
 FA_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // This thread's stores have read shared memory.
-FA_DEVICE void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+FA_DEVICE void tma_store_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
 
 }  // namespace fa::sm90

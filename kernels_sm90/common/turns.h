@@ -7,8 +7,9 @@
 
 namespace fa::sm90 {
 
-// Strict round robin: while one warpgroup's products run, the others do their softmax. Every warpgroup must take
-// equally many turns, which holds because all of them visit the same key blocks.
+// Strict round robin: while one warpgroup's products run, the others do their softmax. Every
+// warpgroup must take equally many turns, which holds because all of them visit the same key
+// blocks.
 template <int kWarpgroups>
 struct GemmTurns {
   int warpgroup;
@@ -38,7 +39,8 @@ struct NoTurns {
 
 template <Turns kTurns, int kWarpgroups>
 struct TurnsOf {
-  static_assert(kTurns != Turns::kSoftmax, "turns=softmax has no policy on Hopper yet; use turns=gemm or turns=none");
+  static_assert(kTurns != Turns::kSoftmax,
+                "turns=softmax has no policy on Hopper yet; use turns=gemm or turns=none");
   using type = NoTurns;
 };
 template <int kWarpgroups>

@@ -19,18 +19,23 @@ struct FwdTypes {
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kStages = kConfig.stages, kQSlots = kConfig.q_slots;
-  static constexpr bool kOwnOutput = kConfig.o_buf == 1;  // false: O overwrites the Q rows of its own tile
+  static constexpr bool kOwnOutput =
+      kConfig.o_buf == 1;  // false: O overwrites the Q rows of its own tile
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kConsumers = kThreads / kWarpgroupThreads - 1;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
-  static_assert(kConfig.dtype == kConfig.kv_dtype, "16-bit forward rows have one dtype for q, k and v");
-  static_assert(kTileM == 64 * kConsumers, "each consumer warpgroup owns 64 query rows: tile_m = 16 * (warps - 4)");
-  static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0, "head dims of a row are multiples of 64");
+  static_assert(kConfig.dtype == kConfig.kv_dtype,
+                "16-bit forward rows have one dtype for q, k and v");
+  static_assert(kTileM == 64 * kConsumers,
+                "each consumer warpgroup owns 64 query rows: tile_m = 16 * (warps - 4)");
+  static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
+                "head dims of a row are multiples of 64");
   static_assert(kTileN % 16 == 0 && kTileN <= 256, "tile_n is a multiple of 16, at most 256");
-  static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma, "only TMA loaders exist on Hopper");
+  static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma,
+                "only TMA loaders exist on Hopper");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.step == StepKind::kOverlap && kConfig.score == ScoreKind::kScale);
   static_assert(kConfig.rescale == Rescale::kAlways && kConfig.exp == ExpKind::kMufu);
@@ -40,7 +45,8 @@ struct FwdTypes {
   using Turns = typename TurnsOf<kConfig.turns, kConsumers>::type;
   using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandMask>;
 
-  // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots last.
+  // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots
+  // last.
   template <int kRows, int kCols, int kSlots>
   using Tile = decltype(cute::tile_to_shape(
       cute::GMMA::Layout_K_SW128_Atom<E>{},
@@ -50,8 +56,10 @@ struct FwdTypes {
   using LayoutV = Tile<kTileN, kDimV, kStages>;   // (tile_n, dim_v, stage)
   // The same V as the B operand of P·V: (dim_v, tile_n, stage)
   using LayoutVt = decltype(cute::composition(
-      LayoutV{}, cute::make_layout(cute::Shape<cute::Int<kDimV>, cute::Int<kTileN>, cute::Int<kStages>>{},
-                                   cute::make_stride(cute::Int<kTileN>{}, cute::_1{}, cute::Int<kTileN * kDimV>{}))));
+      LayoutV{},
+      cute::make_layout(
+          cute::Shape<cute::Int<kDimV>, cute::Int<kTileN>, cute::Int<kStages>>{},
+          cute::make_stride(cute::Int<kTileN>{}, cute::_1{}, cute::Int<kTileN * kDimV>{}))));
 
   template <int kM, int kN, int kK>
   using Shape = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kK>>;
@@ -63,7 +71,8 @@ struct FwdTypes {
                                  cute::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  static constexpr int kQBytes = kTileM * kDimQk * 2, kKBytes = kTileN * kDimQk * 2, kVBytes = kTileN * kDimV * 2;
+  static constexpr int kQBytes = kTileM * kDimQk * 2, kKBytes = kTileN * kDimQk * 2,
+                       kVBytes = kTileN * kDimV * 2;
 };
 
 }  // namespace fa::sm90

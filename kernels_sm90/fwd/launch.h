@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How is a Hopper forward row launched? Tensor maps, attributes once per device, one launch; and its table entry.
+// How is a Hopper forward row launched? Tensor maps, attributes once per device, one launch; and
+// its table entry.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,15 +15,17 @@
 namespace fa::sm90 {
 
 // A [B, S, H, D] tensor seen in boxes of `rows` x 64 columns of one head.
-inline fa_status encode_rows(const char* name, const TensorArg& tensor, DType dtype, int64_t dim, int64_t rows,
-                             int64_t heads, int64_t batch, int box_rows, TensorMap* map) {
-  const TensorMapSpec spec{.name = name,
-                           .data = tensor.data,
-                           .dtype = dtype,
-                           .extent = {dim, rows, heads, batch},
-                           .stride_bytes = {tensor.stride_row * 2, tensor.stride_head * 2, tensor.stride_batch * 2},
-                           .box = {64, box_rows, 1, 1},
-                           .swizzle_128 = true};
+inline fa_status encode_rows(const char* name, const TensorArg& tensor, DType dtype, int64_t dim,
+                             int64_t rows, int64_t heads, int64_t batch, int box_rows,
+                             TensorMap* map) {
+  const TensorMapSpec spec{
+      .name = name,
+      .data = tensor.data,
+      .dtype = dtype,
+      .extent = {dim, rows, heads, batch},
+      .stride_bytes = {tensor.stride_row * 2, tensor.stride_head * 2, tensor.stride_batch * 2},
+      .box = {64, box_rows, 1, 1},
+      .swizzle_128 = true};
   return encode_tensor_map(spec, map);
 }
 
@@ -32,17 +35,24 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
   constexpr DType kType = T::kConfig.dtype;
   const SeqArgs& seq = args.seq;
   const bool packed_q = seq.cu_q != nullptr, packed_k = seq.cu_k != nullptr;
-  const int64_t q_rows = packed_q ? seq.total_q : seq.seqlen_q, k_rows = packed_k ? seq.total_k : seq.seqlen_k;
+  const int64_t q_rows = packed_q ? seq.total_q : seq.seqlen_q,
+                k_rows = packed_k ? seq.total_k : seq.seqlen_k;
   const int64_t q_batch = packed_q ? 1 : seq.batch;
   // The rows that batch_index_k may name are only known on the device: no bound to clip at.
-  const int64_t k_batch = packed_k ? 1 : seq.batch_index_k != nullptr ? int64_t{1} << 30 : seq.batch;
-  FA_TRY(encode_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM, &params->q));
+  const int64_t k_batch = packed_k                       ? 1
+                          : seq.batch_index_k != nullptr ? int64_t{1} << 30
+                                                         : seq.batch;
+  FA_TRY(encode_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM,
+                     &params->q));
   if (k_rows > 0) {  // otherwise no block is ever loaded
-    FA_TRY(encode_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN, &params->k));
-    FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN, &params->v));
+    FA_TRY(encode_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN,
+                       &params->k));
+    FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
+                       &params->v));
   }
   if (args.out_fp32 == 0)
-    FA_TRY(encode_rows("out", args.out, kType, args.dim_v, q_rows, args.heads_q, q_batch, 16, &params->out));
+    FA_TRY(encode_rows("out", args.out, kType, args.dim_v, q_rows, args.heads_q, q_batch, 16,
+                       &params->out));
   return FA_OK;
 }
 
@@ -54,7 +64,8 @@ fa_status set_attributes() {
   FA_CUDA(cudaGetDevice(&device), "cudaGetDevice");
   const uint64_t bit = uint64_t{1} << (device % 64);
   if (device < 64 && (done.load(std::memory_order_acquire) & bit) != 0) return FA_OK;
-  FA_CUDA(cudaFuncSetAttribute(fa_fwd<Row>, cudaFuncAttributeMaxDynamicSharedMemorySize, kFwdSmemBytes<Row>),
+  FA_CUDA(cudaFuncSetAttribute(fa_fwd<Row>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               kFwdSmemBytes<Row>),
           "cudaFuncSetAttribute(MaxDynamicSharedMemorySize) of a Hopper forward row");
   done.fetch_or(bit, std::memory_order_release);
   return FA_OK;
@@ -67,8 +78,8 @@ fa_status launch(const LaunchArgs& args, void* stream) {
   FA_TRY(encode_maps<Row>(args.fwd, &params));
   FA_TRY(set_attributes<Row>());
   void* pointers[] = {&params};
-  FA_CUDA(cudaLaunchKernel(fa_fwd<Row>, dim3(args.grid), dim3(FwdTypes<Row>::kThreads), pointers, kFwdSmemBytes<Row>,
-                           static_cast<cudaStream_t>(stream)),
+  FA_CUDA(cudaLaunchKernel(fa_fwd<Row>, dim3(args.grid), dim3(FwdTypes<Row>::kThreads), pointers,
+                           kFwdSmemBytes<Row>, static_cast<cudaStream_t>(stream)),
           "launch of a Hopper forward row");
   return FA_OK;
 }
@@ -81,8 +92,10 @@ const void* function() {
 template <class Row>
 constexpr KernelEntry make_entry(const char* id) {
   static_assert(kFwdSmemBytes<Row> <= kSmemLimit,
-                "tile_m, tile_n, stages, q_slots and o_buf of this row need more shared memory than a block may use");
-  return KernelEntry{id, Row::kConfig, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>, &launch<Row>, &function<Row>};
+                "tile_m, tile_n, stages, q_slots and o_buf of this row need more shared memory "
+                "than a block may use");
+  return KernelEntry{id,           Row::kConfig,  FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
+                     &launch<Row>, &function<Row>};
 }
 
 }  // namespace fa::sm90

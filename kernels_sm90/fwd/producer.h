@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// In which order are Q, K and V of all tiles of a block brought? One lane of one warp; the same tiles and ranges as the
-// consumers.
+// In which order are Q, K and V of all tiles of a block brought? One lane of one warp; the same
+// tiles and ranges as the consumers.
 #pragma once
 
 #include "kernels_sm90/fwd/kv_loader.h"
@@ -8,8 +8,8 @@
 
 namespace fa::sm90 {
 
-// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is requested while the
-// last blocks of this one are being worked on.
+// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is
+// requested while the last blocks of this one are being worked on.
 template <class Row>
 FA_DEVICE void produce(const FwdArgs& args, TmaQ<Row> q, TmaKv<Row> kv) {
   for (StaticTiles tiles(args.order); tiles.valid(); tiles.next()) {

@@ -8,8 +8,8 @@
 
 namespace fa::sm90 {
 
-// Rows beyond the tensor and columns beyond dim_qk arrive as zeros; rows beyond the sequence hold whatever is there:
-// they only reach their own output rows, which the epilogue replaces.
+// Rows beyond the tensor and columns beyond dim_qk arrive as zeros; rows beyond the sequence hold
+// whatever is there: they only reach their own output rows, which the epilogue replaces.
 template <class Row>
 struct TmaQ {
   using T = FwdTypes<Row>;
@@ -25,7 +25,8 @@ struct TmaQ {
     for (int panel = 0; panel < T::kDimQk / T::kPanel; ++panel)
       tma_load<L2Policy::kEvictFirst>(
           map, smem.q + (at.slot * T::kDimQk + panel * T::kPanel) * T::kTileM, full,
-          BoxCoord{panel * T::kPanel, tile.seq.q_begin + tile.seq.m_first, tile.head_q, tile.seq.q_batch});
+          BoxCoord{panel * T::kPanel, tile.seq.q_begin + tile.seq.m_first, tile.head_q,
+                   tile.seq.q_batch});
     at.advance();
   }
 };

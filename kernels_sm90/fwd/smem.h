@@ -29,7 +29,8 @@ struct FwdSmem {
   }
 };
 
-// The dynamic buffer is only promised 16-byte alignment, so one alignment is added and rounded away.
+// The dynamic buffer is only promised 16-byte alignment, so one alignment is added and rounded
+// away.
 template <class Row>
 inline constexpr int kFwdSmemBytes = static_cast<int>(sizeof(FwdSmem<Row>)) + kSmemAlign;
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What does a consumer warpgroup compute for one key block? S(n) overlaps P·V(n+1), the softmax of S(n) hides behind it.
+// What does a consumer warpgroup compute for one key block? S(n) overlaps P·V(n+1), the softmax of
+// S(n) hides behind it.
 #pragma once
 
 #include "kernels_common/device/online_softmax.h"
@@ -49,7 +50,8 @@ class FwdStep {
       scrub_last_ = tile.range.begin * T::kTileN < keys_lo_;
       last_block_ = tile.range.begin;
     }
-    const int end_of_tensor = (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;  // TMA zeros follow
+    const int end_of_tensor =
+        (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;  // TMA zeros follow
     scrub_first_ = tile.range.end * T::kTileN > keys_hi_ && keys_hi_ < end_of_tensor;
   }
 
@@ -77,7 +79,7 @@ class FwdStep {
     if constexpr (Edge::kMasked) mask_scores(n);
     update();
     cute::warpgroup_fence_operand(s_);  // keeps the exponentials before the wait
-    wait_products<0>();  // O is there, P's registers are free
+    wait_products<0>();                 // O is there, P's registers are free
     cute::warpgroup_fence_operand(o);
     release(smem_.v_slots, v_at_);
     rescale_output();
@@ -117,8 +119,10 @@ class FwdStep {
 
   FA_DEVICE void issue_qk() {
     mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
-    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
-    auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutK{});  // (tile_n, dim_qk, stage)
+    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q),
+                               typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
+    auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k),
+                               typename T::LayoutK{});  // (tile_n, dim_qk, stage)
     auto slice = MmaQk{}.get_slice(turns.warpgroup * kWarpgroupThreads);
     auto a = slice.partition_fragment_A(q);  // (MMA, 1, MMA_K, slot)
     auto b = slice.partition_fragment_B(k);  // (MMA, 1, MMA_K, stage)
@@ -136,7 +140,8 @@ class FwdStep {
 
   FA_DEVICE void issue_pv() {
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
-    auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v), typename T::LayoutVt{});  // (dim_v, tile_n, stage)
+    auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
+                               typename T::LayoutVt{});  // (dim_v, tile_n, stage)
     auto slice = MmaPv{}.get_slice(turns.warpgroup * kWarpgroupThreads);
     auto b = slice.partition_fragment_B(v);  // (MMA, 1, MMA_K, stage)
     cute::warpgroup_fence_operand(o);
@@ -145,13 +150,15 @@ class FwdStep {
     MmaPv mma;
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
     CUTE_UNROLL
-    for (int i = 0; i < cute::size<2>(p_); ++i) cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot), o);
+    for (int i = 0; i < cute::size<2>(p_); ++i)
+      cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot), o);
     cute::warpgroup_commit_batch();
   }
 
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
-    mask_.template apply<64>(view, m_first_ + first_row(), n * T::kTileN + acc_first_col(thread_ % 32));
+    mask_.template apply<64>(view, m_first_ + first_row(),
+                             n * T::kTileN + acc_first_col(thread_ % 32));
   }
 
   FA_DEVICE void update() {
@@ -176,19 +183,20 @@ class FwdStep {
       packed.data()[i] = pack_pair<T::kConfig.dtype>(s_.data()[2 * i], s_.data()[2 * i + 1]);
   }
 
-  // Zeros V's rows outside [keys_lo, keys_hi) in shared memory; a row is 128 bytes of each panel, whatever the swizzle.
-  // Nothing is in flight here and no turn is held.
+  // Zeros V's rows outside [keys_lo, keys_hi) in shared memory; a row is 128 bytes of each panel,
+  // whatever the swizzle. Nothing is in flight here and no turn is held.
   FA_DEVICE static void scrub_rows(E* tile, int first, int end, int thread) {
     for (int row = thread / 8; row < T::kTileN; row += T::kConsumers * 16) {
       if (row >= first && row < end) continue;
       for (int panel = 0; panel < T::kDimV / T::kPanel; ++panel)
-        reinterpret_cast<uint4*>(tile + (panel * T::kTileN + row) * T::kPanel)[thread % 8] = uint4{0, 0, 0, 0};
+        reinterpret_cast<uint4*>(tile + (panel * T::kTileN + row) * T::kPanel)[thread % 8] =
+            uint4{0, 0, 0, 0};
     }
   }
   FA_DEVICE void scrub(int n) {
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
-    scrub_rows(smem_.v + v_at_.slot * T::kTileN * T::kDimV, keys_lo_ - n * T::kTileN, keys_hi_ - n * T::kTileN,
-               thread_);
+    scrub_rows(smem_.v + v_at_.slot * T::kTileN * T::kDimV, keys_lo_ - n * T::kTileN,
+               keys_hi_ - n * T::kTileN, thread_);
     fence_async_shared();
     sync<T::kConsumers * kWarpgroupThreads>(Barrier::kScrub);
   }
@@ -200,8 +208,10 @@ class FwdStep {
   bool scrub_first_ = false, scrub_last_ = false;
   typename T::Mask mask_{};
   SlotCursor<T::kStages> k_at_{0}, v_at_{0};
-  decltype(cute::partition_fragment_C(MmaQk{}, Extent<T::kTileM, T::kTileN>{})) s_;  // ((2, 2, tile_n / 8), 1, 1)
-  decltype(cute::make_tensor<E>(cute::partition_shape_A(MmaPv{}, Extent<T::kTileM, T::kTileN>{}))) p_;  // (MMA, 1, MMA_K)
+  decltype(cute::partition_fragment_C(
+      MmaQk{}, Extent<T::kTileM, T::kTileN>{})) s_;  // ((2, 2, tile_n / 8), 1, 1)
+  decltype(cute::make_tensor<E>(
+      cute::partition_shape_A(MmaPv{}, Extent<T::kTileM, T::kTileN>{}))) p_;  // (MMA, 1, MMA_K)
 };
 
 }  // namespace fa::sm90

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which rows, heads and key blocks does tile number i have? Producer and consumers ask the same functions.
+// Which rows, heads and key blocks does tile number i have? Producer and consumers ask the same
+// functions.
 #pragma once
 
 #include "kernels_common/device/seq_info.h"
@@ -33,7 +34,8 @@ FA_DEVICE FwdTile fwd_tile(const FwdArgs& args, int index) {
     tile.band = Band{kUnlimited, kUnlimited, 0, 0};
   tile.range = KeyRange{0, 0, 0, 0, 0, 0};
   if (s.m_first < s.q_len)
-    tile.range = key_range(tile.band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len, T::kTileN);
+    tile.range = key_range(tile.band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1,
+                           s.k_len, T::kTileN);
   return tile;
 }
 
@@ -51,7 +53,9 @@ class StaticTiles {
 
  private:
   // A block without a tile in the last, incomplete round has none afterwards either.
-  FA_DEVICE void settle() { index_ = first_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x); }
+  FA_DEVICE void settle() {
+    index_ = first_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  }
 
   int num_tiles_, index_ = 0;
   int first_ = 0;  // of this round
