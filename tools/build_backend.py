@@ -12,8 +12,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
-import toolchain
 from scikit_build_core import build as _skbuild
+
+import toolchain
 
 Settings = dict[str, Any] | None
 

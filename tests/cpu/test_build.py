@@ -13,10 +13,11 @@ import types
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
 import check_budgets
 import check_sass
 import compile_probe
-import pytest
 import toolchain
 
 ROOT = Path(__file__).resolve().parent.parent.parent

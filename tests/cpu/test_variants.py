@@ -7,8 +7,9 @@ import dataclasses
 import json
 import re
 
-import gen_variants as gv
 import pytest
+
+import gen_variants as gv
 
 ROWS = gv.parse(gv.TABLE.read_text())
 HEADER = (gv.ROOT / "kernels_common" / "host" / "kernel_config.h").read_text()
