@@ -14,9 +14,10 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
+
 from fa._cpu_tiles import Options, Part, Problem, fold_heads, unfold_heads
 from fa._layout import accumulation_dtype, empty_like_order
-from torch import Tensor
 
 __all__ = ["backward", "combine", "combine_backward", "empty_like_order", "forward"]
 
@@ -250,7 +251,7 @@ def combine(
         raise ValueError("out_partial: n = 0 partial results; pass at least one.")
     with torch.no_grad():
         acc = accumulation_dtype(out_partial.dtype)
-        lse, weights = _combine_weights(lse_partial.to(acc))
+        lse, weights = _combine_weights(lse_partial.to(acc).contiguous())
         total = torch.zeros(out_partial.shape[1:], dtype=acc, device=out_partial.device)
         for weight, part in zip(weights, out_partial, strict=True):
             w = weight.transpose(-1, -2).unsqueeze(-1)  # [B, Sq, Hq, 1]
@@ -275,7 +276,7 @@ def combine_backward(
     """
     with torch.no_grad():
         acc = accumulation_dtype(out_partial.dtype)
-        _, weights = _combine_weights(lse_partial.to(acc))
+        _, weights = _combine_weights(lse_partial.to(acc).contiguous())
         dout, out = dout.to(acc), out.to(acc)
         dout_partial = torch.zeros_like(out_partial)
         dlse_partial = torch.zeros_like(lse_partial)
