@@ -99,11 +99,8 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
       blocks * static_cast<float>(row.tile_m) * static_cast<float>(row.tile_n) * per_score;
   const float tiles = static_cast<float>(row_tiles(entry, p)) * static_cast<float>(p.heads_q) *
                       (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
-  const float slots =
-      static_cast<float>(device.sm_count) * static_cast<float>(blocks_per_sm(entry, device));
-  // Below one wave the blocks of a multiprocessor do not share it, above one they do.
-  const float waves = std::max(1.0f, tiles / slots);
-  return tile * waves * static_cast<float>(blocks_per_sm(entry, device));
+  // Tiles on one multiprocessor share it; fewer tiles than multiprocessors leave some idle.
+  return tile * std::max(1.0f, tiles / static_cast<float>(device.sm_count));
 }
 
 fa_status select(const Problem& p, const DeviceInfo& device, Table table,

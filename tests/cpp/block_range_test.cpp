@@ -1,0 +1,182 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Do key ranges, tile orders and the enumeration of packed tiles equal brute force on every small size?
+#include <vector>
+
+#include "kernels_common/device/block_range.h"
+#include "kernels_common/device/seq_info.h"
+#include "kernels_common/device/tile_scheduler.h"
+#include "tests/cpp/check.h"
+
+using namespace fa;
+using fa::test::expect;
+
+namespace {
+
+constexpr auto here = [](std::source_location at = std::source_location::current()) { return at; };
+
+int floor_of(int a, int b) {
+  int n = 0;
+  while (n * b > a) --n;
+  while ((n + 1) * b <= a) ++n;
+  return n;
+}
+
+// The definition of the mask, word by word.
+bool visible(const BandArgs& m, int q_len, int k_len, int i, int j) {
+  if (j < 0 || j >= k_len) return false;
+  const int pos = m.top_left ? i : i + k_len - q_len;
+  if (m.left >= 0 && j < pos - m.left) return false;
+  if (m.right >= 0 && j > pos + m.right) return false;
+  return m.chunk == 0 || floor_of(pos, m.chunk) == floor_of(j, m.chunk);
+}
+
+void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, int tile_n) {
+  const KeyRange r = key_range(make_band(m, q_len, k_len), first, last, k_len, tile_n);
+  int lo = k_len, hi = 0;
+  const int blocks = ceil_div(k_len, tile_n);
+  for (int n = 0; n < blocks; ++n) {
+    bool any = false, all = true;
+    for (int i = first; i <= last; ++i)
+      for (int j = n * tile_n; j < (n + 1) * tile_n; ++j) {
+        const bool seen = visible(m, q_len, k_len, i, j);
+        any |= seen;
+        all &= seen;
+        if (seen) lo = min_of(lo, j), hi = max_of(hi, j + 1);
+      }
+    const bool in = n >= r.begin && n < r.end, full = n >= r.full_begin && n < r.full_end;
+    const auto text = "%s: block %d of %d keys, rows %d..%d, q_len %d, k_len %d, left %d, right %d, chunk %d, top_left %d";
+    const auto say = [&](bool holds, const char* what, std::source_location at) {
+      expect(holds, at, text, what, n, tile_n, first, last, q_len, k_len, m.left, m.right, m.chunk, m.top_left);
+    };
+    say(in == any, "range and visibility disagree", here());
+    say(full == all, "unmasked blocks and full visibility disagree", here());
+  }
+  expect(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end, "the bounds are ordered");
+  if (lo < hi) {
+    fa::test::expect_equal(r.any_lo, lo, "any_lo");
+    fa::test::expect_equal(r.any_hi, hi, "any_hi");
+  } else {
+    expect(r.begin == r.end && r.any_lo == r.any_hi, "a tile that sees nothing has an empty range");
+  }
+}
+
+void check_ranges() {
+  for (int q_len = 1; q_len <= 7; ++q_len)
+    for (int k_len = 0; k_len <= 9; ++k_len)
+      for (int left : {-1, 0, 1, 2, 5, 20})
+        for (int right : {-1, 0, 1, 3, 20})
+          for (int chunk : {0, 1, 3, 4, 16})
+            for (int top_left : {0, 1})
+              for (int tile_m = 1; tile_m <= 3; ++tile_m)
+                for (int tile_n = 1; tile_n <= 4; ++tile_n)
+                  for (int first = 0; first < q_len; first += tile_m)
+                    check_tile(BandArgs{left, right, chunk, top_left}, q_len, k_len, first,
+                               min_of(first + tile_m, q_len) - 1, tile_n);
+}
+
+// Sums of positions near 2^30 stay within an int (the constant evaluation would refuse an overflow).
+constexpr bool extremes_hold() {
+  constexpr int big = kUnlimited - 1;
+  const KeyRange causal = key_range(make_band(BandArgs{big, 0, 0, 0}, big, 1), 0, big - 1, 1, 128);
+  const KeyRange wide = key_range(make_band(BandArgs{big, big, kUnlimited, 0}, big, big), 0, big - 1, big, 128);
+  const KeyRange chunk = key_range(make_band(BandArgs{-1, -1, kUnlimited, 0}, big, 8), 0, big - 1, 8, 128);
+  return causal.end == 1 && wide.any_hi == big && chunk.end == 1;
+}
+static_assert(extremes_hold());
+
+void check_tile_order() {
+  for (int tiles_m = 1; tiles_m <= 6; ++tiles_m)
+    for (int heads = 1; heads <= 9; ++heads)
+      for (int section = 1; section <= heads + 2; ++section) {
+        const TileOrder order{tiles_m, heads, section, tiles_m * heads};
+        std::vector<int> seen(static_cast<size_t>(order.num_tiles), 0);
+        int last_section = 0, last_m = tiles_m;
+        for (int index = 0; index < order.num_tiles; ++index) {
+          const TileCoord c = tile_coord(order, index);
+          expect(c.m >= 0 && c.m < tiles_m && c.head >= 0 && c.head < heads, "coordinates lie inside the call");
+          ++seen[static_cast<size_t>(c.head * tiles_m + c.m)];
+          const int current = c.head / section;
+          if (current != last_section) last_m = tiles_m;
+          expect(current >= last_section && c.m <= last_m, "sections in order, the longest tiles of one first");
+          last_section = current;
+          last_m = c.m;
+        }
+        for (int count : seen) fa::test::expect_equal(count, 1, "visits of a tile");
+      }
+}
+
+void check_packed(const std::vector<int32_t>& cu, int total_q, int tile_m) {
+  const int batch = static_cast<int>(cu.size()) - 1;
+  SeqArgs args{};
+  args.cu_q = cu.data();
+  args.batch = batch;
+  args.total_q = total_q;
+  args.seqlen_k = 5;
+  std::vector<int> seen(static_cast<size_t>(total_q), 0);
+  const int tiles = packed_tiles(total_q, batch, tile_m);
+  for (int m = 0; m < tiles; ++m) {
+    const int b = find_sequence(cu.data(), batch, tile_m, m);
+    int wanted = 0;
+    for (int i = 0; i <= batch; ++i)
+      if (packed_offset(cu[static_cast<size_t>(i)], i, tile_m) <= m) wanted = i;
+    fa::test::expect_equal(b, wanted, "sequence of a packed tile");
+    const SeqInfo s = seq_info(args, m, 0, tile_m);
+    expect(s.m_first >= 0, "a tile starts inside its sequence");
+    const int begin = cu[static_cast<size_t>(b)];
+    const int end = b == batch ? total_q : cu[static_cast<size_t>(b) + 1];
+    fa::test::expect_equal(s.q_begin, begin, "q_begin");
+    fa::test::expect_equal(s.q_slot, end - begin, "q_slot");
+    fa::test::expect_equal(s.q_len, b == batch ? 0 : end - begin, "q_len");
+    fa::test::expect_equal(s.k_len, b == batch ? 0 : 5, "k_len");
+    for (int row = s.m_first; row < min_of(s.m_first + tile_m, s.q_slot); ++row)
+      ++seen[static_cast<size_t>(s.q_begin + row)];
+  }
+  for (int count : seen) fa::test::expect_equal(count, 1, "visits of a packed row");
+}
+
+void check_packed_tiles() {
+  for (int tile_m = 1; tile_m <= 4; ++tile_m)
+    for (int tail = 0; tail <= 5; ++tail) {
+      check_packed({0}, tail, tile_m);
+      for (int a = 0; a <= 5; ++a)
+        for (int b = 0; b <= 5; ++b)
+          for (int c = 0; c <= 5; ++c) {
+            check_packed({0, a}, a + tail, tile_m);
+            check_packed({0, a, a + b}, a + b + tail, tile_m);
+            check_packed({0, a, a + b, a + b + c}, a + b + c + tail, tile_m);
+          }
+    }
+}
+
+void check_lengths() {
+  const int32_t cu_k[] = {0, 4, 9}, used_q[] = {9, 2}, used_k[] = {3, 7}, pad[] = {1, 9}, index[] = {5, 6};
+  SeqArgs args{};
+  args.batch = 2;
+  args.seqlen_q = 6;
+  args.seqlen_k = 8;
+  args.used_q = used_q;
+  args.used_k = used_k;
+  args.batch_index_k = index;
+  SeqInfo s = seq_info(args, 1, 0, 4);
+  expect(s.q_len == 6 && s.q_slot == 6 && s.m_first == 4 && s.q_batch == 0, "used_q is cut to the tensor");
+  expect(s.k_len == 3 && s.k_begin == 0 && s.k_batch == 5, "used_k and batch_index_k of a dense k");
+  s = seq_info(args, 0, 1, 4);
+  expect(s.q_len == 2 && s.q_slot == 6 && s.k_len == 7 && s.k_batch == 6, "lengths of the second entry");
+  args.batch_index_k = nullptr;
+  args.cu_k = cu_k;
+  args.leftpad_k = pad;
+  s = seq_info(args, 0, 0, 4);
+  expect(s.k_begin == 1 && s.k_len == 2 && s.k_batch == 0, "left padding is skipped, used_k includes it");
+  s = seq_info(args, 0, 1, 4);
+  expect(s.k_len == 0 && s.k_begin == 13, "padding beyond the length leaves no key");
+}
+
+}  // namespace
+
+int main() {
+  check_ranges();
+  check_tile_order();
+  check_packed_tiles();
+  check_lengths();
+  return fa::test::report("block_range_test");
+}

@@ -1,0 +1,173 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Does each call get the row it should, and does a refusal say why and what would be needed?
+#include "tests/cpp/check.h"
+#include "tests/cpp/fixture.h"
+
+using namespace fa;
+using namespace fa::test;
+
+namespace {
+
+void expect_row(const Call& call, const char* id, std::source_location at = std::source_location::current()) {
+  const Planned p = plan_call(call);
+  expect(p.id() == id, at, "row is \"%s\", expected \"%s\"", p.id().c_str(), id);
+}
+
+void expect_refused(const Call& call, fa_status status, const char* part, Table table = kTable,
+                    std::source_location at = std::source_location::current()) {
+  const Planned p = plan_call(call, table);
+  expect(p.status == status, at, "status is %d, expected %d (%s)", p.status, status, last_error());
+  expect_contains(last_error(), part, at);
+}
+
+void rows_by_mask() {
+  expect_row(Call(2, 512, 512, 8, 8, 128).h200(), "sm90_fwd_bf16_d128_none");
+  expect_row(Call(2, 512, 512, 8, 8, 128).causal().h200(), "sm90_fwd_bf16_d128_band");
+  expect_row(Call(2, 512, 512, 8, 8, 64).causal().h200(), "sm90_fwd_bf16_d64_band");
+  expect_row(Call(2, 512, 512, 8, 8, 128, FA_FP16).h200(), "sm90_fwd_fp16_d128_band");
+  // Masks that hide nothing: one query row, windows as wide as the keys, a chunk around all of them.
+  expect_row(Call(2, 1, 512, 8, 8, 128).causal().h200(), "sm90_fwd_bf16_d128_none");
+  Call window = Call(1, 256, 512, 8, 8, 128).h200();
+  window.params.mask.window_left = 511;
+  window.params.mask.window_right = 255;
+  expect_row(window, "sm90_fwd_bf16_d128_none");
+  window.params.mask.window_right = 254;
+  expect_row(window, "sm90_fwd_bf16_d128_band");
+  window.params.mask.window_right = -1;
+  window.params.mask.window_left = 510;
+  expect_row(window, "sm90_fwd_bf16_d128_band");
+  window.params.mask.window_left = 255;
+  window.params.mask.window_right = 511;
+  window.params.mask.align = 1;
+  expect_row(window, "sm90_fwd_bf16_d128_none");
+  window.params.mask.window_right = 510;
+  expect_row(window, "sm90_fwd_bf16_d128_band");
+  Call chunk = Call(1, 256, 512, 8, 8, 128).h200();
+  chunk.params.mask.chunk = 512;
+  expect_row(chunk, "sm90_fwd_bf16_d128_none");
+  chunk.params.mask.chunk = 511;
+  expect_row(chunk, "sm90_fwd_bf16_d128_band");
+  // More queries than keys: the first rows lie in the chunk before key 0 and see nothing.
+  Call before = Call(1, 512, 256, 8, 8, 128).h200();
+  before.params.mask.chunk = 1024;
+  expect_row(before, "sm90_fwd_bf16_d128_band");
+}
+
+void rows_by_dim() {
+  Call between = Call(2, 512, 512, 8, 8, 72).h200();
+  expect_row(between, "sm90_fwd_bf16_d128_none");
+  Call mixed = Call(2, 512, 512, 8, 8, 64).h200();
+  mixed.params.shape.dim_v = 128;
+  expect_row(mixed, "sm90_fwd_bf16_d128_none");
+  expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED, "head dim of q and k 128 < 192");
+  expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED,
+                 "sm90_fwd_bf16_d192_band,90,fwd,bf16,bf16,192,192,band,scale,tma,tma,");
+}
+
+void rows_by_device() {
+  expect_row(Call(2, 512, 512, 8, 8, 128).a100(), "sm80_fwd_bf16_d128_band");
+  expect_row(Call(2, 512, 512, 8, 8, 128).h200(80), "sm80_fwd_bf16_d128_band");
+  expect_row(Call(2, 512, 512, 8, 8, 128).h200(90), "sm90_fwd_bf16_d128_none");
+  // A GPU with little shared memory loses the rows that need more, and is told so.
+  expect_row(Call(2, 512, 512, 8, 8, 64).device(20, 50000), "sm80_fwd_bf16_d64_band");
+  expect_refused(Call(2, 512, 512, 8, 8, 128).device(20, 50000), FA_ERROR_UNSUPPORTED,
+                 "needs 65536 bytes of shared memory, a block of the device may have 50000");
+}
+
+void hopper_falls_back() {
+  const auto set = [](auto member) {
+    Call call = Call(2, 512, 512, 8, 8, 128).h200();
+    call.params.seq.*member = some_array();
+    return call;
+  };
+  for (auto member : {&fa_sequences::used_q, &fa_sequences::used_k, &fa_sequences::leftpad_k, &fa_sequences::batch_index_k}) {
+    expect_row(set(member), "sm80_fwd_bf16_d128_band");
+    Call forced = set(member);
+    forced.params.options.force_arch = 90;
+    expect_refused(forced, FA_ERROR_UNSUPPORTED, "device-side lengths: this Hopper row is dense");
+  }
+  Call packed = Call(2, 0, 0, 8, 8, 128).h200();
+  packed.params.seq.cu_q = packed.params.seq.cu_k = some_array();
+  packed.params.shape.total_q = packed.params.shape.total_k = 1000;
+  expect_row(packed, "sm80_fwd_bf16_d128_band");
+  Call strided = Call(2, 512, 512, 8, 8, 128).h200();
+  strided.params.k.stride_batch = int64_t{1} << 39;
+  expect_row(strided, "sm80_fwd_bf16_d128_band");
+}
+
+void options_without_rows() {
+  const auto refused = [](auto change, const char* part) {
+    Call call = Call(2, 512, 512, 8, 8, 128).h200();
+    change(call.params);
+    expect_refused(call, FA_ERROR_UNSUPPORTED, part);
+    expect_contains(last_error(), "fa: not supported: ");
+    expect_contains(last_error(), "Nearest of 8 rows: ");
+  };
+  const fa_factors factors{some_array(), 0, 0, 0, FA_FP32, 0};
+  refused([](fa_params& p) { p.score.softcap = 30; }, "no softcap");
+  refused([](fa_params& p) { p.score.softcap = 30; }, "sm90_fwd_bf16_d128_band_any,90,fwd,bf16,bf16,128,128,band,any,");
+  refused([&](fa_params& p) { p.score.alibi_slopes = factors; }, "no ALiBi");
+  refused([&](fa_params& p) { p.descale.k = factors; }, "no descales");
+  refused([](fa_params& p) { p.options.num_splits = 4; }, "num_splits 4");
+  refused([](fa_params& p) { p.dropout = {0.5f, reinterpret_cast<const int64_t*>(some_array())}; }, "no dropout");
+  refused(
+      [](fa_params& p) {
+        p.pages = {some_array(), 8, 64, 100};
+        p.seq.used_k = some_array();
+      },
+      "no page table");
+  refused([](fa_params& p) { p.k.dtype = p.v.dtype = FA_E4M3; }, "fp8 arithmetic");
+  Call backward = Call(2, 512, 512, 8, 8, 128).h200();
+  Problem problem;
+  DeviceInfo device;
+  Plan plan;
+  expect(make_problem(Op::kBackward, &backward.params, DataCheck::kRequired, &problem) == FA_OK, last_error());
+  expect(device_info(problem, Purpose::kPlan, &device) == FA_OK, last_error());
+  expect(make_plan(problem, device, kTable, &plan) == FA_ERROR_UNSUPPORTED, "there is no backward row");
+  expect_contains(last_error(), "the row is a forward, the call a backward");
+}
+
+void devices_without_rows() {
+  const Table hopper_only = Table(kTable).first(5);
+  expect_refused(Call(2, 512, 512, 8, 8, 128).a100(), FA_ERROR_DEVICE,
+                 "no kernel of this build runs on a GPU of compute capability 8.0 (nominal): it holds rows for 9.x", hopper_only);
+  expect_contains(last_error(), "FA_ARCHS=\"80\" pip install .");
+  expect_refused(Call(2, 512, 512, 8, 8, 128).h200(), FA_ERROR_DEVICE, "it holds no rows (0 rows)", Table());
+  // Capabilities that no options can name.
+  const Planned p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());
+  DeviceInfo device = p.device;
+  const KernelEntry* row = nullptr;
+  for (int capability : {86, 89, 100, 120}) {
+    device.capability = capability;
+    expect(select(p.problem, device, kTable, &row) == FA_OK, last_error());
+    expect(row->config.arch == 80, "a GPU other than Hopper runs an Ampere row");
+  }
+  device.capability = 75;
+  expect(select(p.problem, device, kTable, &row) == FA_ERROR_DEVICE, "7.5 has no rows");
+  expect_contains(last_error(), "compute capability 7.5");
+}
+
+// Lengths and batch may not change the row of a batch-invariant call.
+void batch_invariance() {
+  for (int causal : {0, 1})
+    for (int seqlen : {1, 7, 512, 100000})
+      for (int batch : {1, 3, 500}) {
+        Call call = Call(batch, seqlen, 512, 8, 8, 128).h200();
+        call.params.options.batch_invariant = 1;
+        if (causal) call.causal();
+        expect_row(call, causal ? "sm90_fwd_bf16_d128_band" : "sm90_fwd_bf16_d128_none");
+      }
+}
+
+}  // namespace
+
+int main() {
+  rows_by_mask();
+  rows_by_dim();
+  rows_by_device();
+  hopper_falls_back();
+  options_without_rows();
+  devices_without_rows();
+  batch_invariance();
+  return report("select_test");
+}
