@@ -59,4 +59,5 @@ SCHEMAS: dict[str, str] = {
     "_refusal": f"({_FORWARD}, Tensor? out=None, Tensor? lse=None) -> Tensor",
     # The torch implementation on whatever device the tensors are: fa.backend("cpu") on a GPU.
     "_forward_torch": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
+    "_forward_out_torch": f"({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
 }

@@ -22,6 +22,8 @@ Options = Mapping[str, Any]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_FLOATS = (torch.float16, torch.bfloat16)
+KERNEL_MAX_DIM = 256
+KERNEL_MAX_ROWS = 1 << 30
 
 # Option -> its value when it is off.
 _NOT_BUILT = {
@@ -69,7 +71,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool)
     _numbers(options)
     allowed = KERNEL_FLOATS if kernels else FLOATS
     _dtypes(q, k, v, allowed, kernels)
-    batch = _shapes(q, k, v, options)
+    batch = _shapes(q, k, v, options, kernels)
     _sequence_tensors(q, batch, k, options)
     _head_tensors(q, batch, options)
     out_dtype = options.get("out_dtype")
@@ -142,7 +144,7 @@ def _dtypes(
             )
 
 
-def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:
+def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) -> int:
     """The batch size, after all sizes of q, k and v have been found to agree."""
     cu_q, cu_k = options.get("cu_seqlens_q"), options.get("cu_seqlens_k")
     for name, t, cu, cu_name in (
@@ -169,6 +171,17 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options) -> int:
     for name, t in (("q", q), ("v", v)):
         if t.shape[-1] == 0:
             raise ValueError(f"{name}: head dim 0. Pass at least one element per head.")
+        if kernels and t.shape[-1] > KERNEL_MAX_DIM:
+            raise NotImplementedError(
+                f"{name}: head dim {t.shape[-1]}, and kernel rows of this version reach "
+                f'{KERNEL_MAX_DIM}. Run the torch implementation with fa.backend("cpu").'
+            )
+    for name, t in (("q", q), ("k", k)):
+        if kernels and max(t.shape) >= KERNEL_MAX_ROWS:
+            raise ValueError(
+                f"{name}: shape {list(t.shape)} has a size of 2^30 or more, which kernels do not "
+                "count to. Split the call."
+            )
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     if heads_k == 0 or heads_q == 0 or heads_q % heads_k:
         raise ValueError(
@@ -295,7 +308,16 @@ def _cumulative(name: str, cu: Tensor | None, t: Tensor) -> int | list[int]:
     return lengths
 
 
-def outputs(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse: Tensor) -> None:
+def outputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    options: Options,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    kernels: bool,
+) -> None:
     """The buffers of forward_out."""
     acc = lse_dtype(q.dtype)
     _buffer("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype, acc), q)
@@ -305,6 +327,11 @@ def outputs(q: Tensor, k: Tensor, v: Tensor, options: Options, out: Tensor, lse:
             f"out_dtype: {wanted} differs from the dtype of out, {out.dtype}. Leave out_dtype away."
         )
     _buffer("lse", lse, lse_shape(q, options), (acc,), q)
+    if kernels and lse.shape[-1] > 1 and lse.stride(-1) != 1:
+        raise ValueError(
+            f"lse: the stride of its last dimension is {lse.stride(-1)}, and kernels write rows "
+            "of stride 1. Pass a contiguous tensor."
+        )
 
 
 def lse_shape(q: Tensor, options: Options) -> tuple[int, ...]:

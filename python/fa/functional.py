@@ -94,7 +94,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
         return _second_try(error, (q, k, v), options)
 
 
-def _window(window_size: Any, options: dict[str, Any]) -> None:
+def window_options(window_size: Any, options: dict[str, Any]) -> None:
+    """(left, right), each -1 or None for unlimited, as options of the operator."""
     if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
         raise TypeError(
             f"window_size must be a pair (left, right), not {window_size!r}. -1 or None is "
@@ -154,7 +155,7 @@ def attention(
     if causal:
         options["causal"] = True
     if window_size != (-1, -1):
-        _window(window_size, options)
+        window_options(window_size, options)
     if softcap:
         options["softcap"] = softcap
     if softmax_scale is not None:

@@ -1,19 +1,176 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # Which kernel rows does this build hold, and which would run for a call?
-"""Introspection: `kernels()`, `explain(...)`, `supports(...)`."""
+"""Introspection for people and for integrations: `kernels`, `explain`, `supports`. No GPU work."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
 
-def kernels() -> list[Any]:
-    raise NotImplementedError
+from fa import _abi, _backend, _cuda, _lib, _validate
+from fa._cpu_tiles import TILE_M, TILE_N
+from fa._layout import lse_dtype
+from fa._schemas import SCHEMAS
+from fa.functional import window_options
+
+# (architecture, multiprocessors, bytes of shared memory that one block can have)
+NOMINAL = {"h200": (90, 132, 232448), "h100": (90, 132, 232448), "a100": (80, 108, 166912)}
+NOMINAL["rtx3090"] = (80, 82, 101376)
+NOMINAL["rtx4090"] = (80, 128, 101376)
+
+Spec = Tensor | Sequence[Any]  # a tensor, or (shape, dtype, device)
 
 
-def explain(q: Any, k: Any, v: Any, **options: Any) -> str:
-    raise NotImplementedError
+def kernels() -> list[dict[str, Any]]:
+    """Every kernel row of this build, in the order of the table.
+
+    Each is a dict: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n (keys),
+    stages, threads, smem_bytes, and registers and local_bytes per thread (-1 without a GPU).
+
+    Raises ImportError, with the command that builds it, where libfa.so is missing.
+    """
+    return _lib.kernels_list()
 
 
-def supports(q: Any, k: Any, v: Any, **options: Any) -> bool | str:
-    raise NotImplementedError
+class _Call:
+    """The arguments of `fa.attention` as a plan needs them: options of the operator, meta tensors."""
+
+    def __init__(self, q: Spec, k: Spec, v: Spec, options: dict[str, Any]) -> None:
+        options = dict(options)
+        window_options(options.pop("window_size", (-1, -1)), options)
+        options.pop("return_lse", None)
+        known = SCHEMAS["_forward"]
+        for name in options:
+            if f" {name}=" not in known:
+                raise TypeError(f"{name}: torch.ops.fa.forward has no such option.")
+        self.options = {name: value for name, value in options.items() if value is not None}
+        tensors = dict(zip("qkv", (q, k, v), strict=True))
+        self.needs_grad = torch.is_grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad
+            for t in (*tensors.values(), *self.options.values())
+        )
+        devices = {name: _device(name, t) for name, t in tensors.items()}
+        self.device = devices["q"]
+        for name, device in devices.items():
+            if device != self.device:
+                raise ValueError(
+                    f"{name}: is on {device} and q on {self.device}. Move it to {self.device}."
+                )
+        self.q, self.k, self.v = (_meta(t) for t in tensors.values())
+        for name, value in self.options.items():
+            if isinstance(value, Tensor):
+                self.options[name] = _meta(value)
+
+    def on_torch(self) -> bool:
+        """Whether the torch implementation would run."""
+        name = _backend.current()
+        return name == "cpu" or (name == "auto" and self.device.type != "cuda")
+
+    def validate(self, kernels: bool) -> None:
+        if kernels and self.device.type != "cuda":
+            raise ValueError(
+                f'q: is on {self.device}, and the backend "{_backend.current()}" takes CUDA '
+                "tensors only."
+            )
+        _validate.forward(self.q, self.k, self.v, self.options, kernels=kernels)
+
+    def params(self, nominal: tuple[int, int, int] | None = None) -> bytes:
+        """fa_params without addresses; head dims padded as fa::forward pads them."""
+        options = dict(self.options)
+        if options.get("softmax_scale") is None:
+            options["softmax_scale"] = self.q.shape[-1] ** -0.5
+        q, k, v = (
+            torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
+            for t in (self.q, self.k, self.v)
+        )
+        arch, sms, smem = nominal or (0, 0, 0)
+        return _abi.params_from_tensors(
+            *(q, k, v),
+            force_arch=_cuda.force_arch() or arch,
+            sm_count=sms,
+            smem_limit=smem,
+            addresses=False,
+            **options,
+        )
+
+    def guard(self) -> contextlib.AbstractContextManager[Any]:
+        """The library plans for the current device."""
+        if self.device.type == "cuda" and self.device.index is not None:
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
+
+
+def _device(name: str, t: Spec) -> torch.device:
+    if isinstance(t, Tensor):
+        return t.device
+    if isinstance(t, (tuple, list)) and len(t) == 3:
+        return torch.device(t[2])
+    raise TypeError(
+        f"{name} must be a torch.Tensor or (shape, dtype, device), not {type(t).__name__}."
+    )
+
+
+def _meta(t: Spec) -> Tensor:
+    if isinstance(t, Tensor):
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+    return torch.empty(tuple(t[0]), dtype=t[1], device="meta")
+
+
+def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: Any) -> str:
+    """What would run for this call, in a few lines: the row, its grid, splits and workspace.
+
+    Args:
+        q, k, v: tensors, or (shape, dtype, device) each.
+        device: plan for a GPU that is not here: "h200", "h100", "a100", "rtx3090" or "rtx4090".
+        **options: as `fa.attention`.
+
+    Returns the plan; where no row covers the call, every row with the reasons why not.
+
+    Raises ValueError for a call that is wrong on every device, ImportError without libfa.so,
+    RuntimeError where CUDA tensors are asked about and there is no GPU.
+    """
+    call = _Call(q, k, v, options)
+    if device is not None:
+        if device not in NOMINAL:
+            names = ", ".join(f'"{name}"' for name in NOMINAL)
+            raise ValueError(f'device: "{device}" is not one of {names}.')
+        call.device = torch.device("cuda")
+        call.validate(kernels=True)
+        return _lib.explain(_lib.FORWARD, call.params(NOMINAL[device]))
+    if call.on_torch():
+        call.validate(kernels=False)
+        return (
+            f"backend cpu: torch operations on {call.device}, tiles of at most {TILE_M} query rows "
+            f"x {TILE_N} keys, sums in {lse_dtype(call.q.dtype)}; forward and backward, no "
+            "splits, memory linear in the sequence length."
+        )
+    call.validate(kernels=True)
+    with call.guard():
+        return _lib.explain(_lib.FORWARD, call.params())
+
+
+def supports(q: Spec, k: Spec, v: Spec, **options: Any) -> bool | str:
+    """True if `fa.attention(q, k, v, **options)` would run, else the sentence that says why not.
+
+    Cheap, launches nothing: the gate for integrations. Tensors may be given as (shape, dtype,
+    device). If an input requires a gradient (and gradients are on), the backward counts as well.
+
+    Raises TypeError for an option that does not exist.
+    """
+    try:
+        call = _Call(q, k, v, options)
+        on_torch = call.on_torch()
+        call.validate(kernels=not on_torch)
+        if on_torch:
+            return True
+        with call.guard():
+            reason = _lib.why_not(_lib.FORWARD, call.params())
+            if reason is None and call.needs_grad:
+                reason = _lib.why_not(_lib.BACKWARD, call.params())
+    except (ValueError, NotImplementedError, ImportError) as error:
+        return str(error)
+    return True if reason is None else reason.removeprefix("fa: not supported: ")

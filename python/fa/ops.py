@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _cuda, _flops, _validate, autograd, cpu
+from fa import _backend, _cuda, _flops, _shim, _validate, autograd, cpu
 from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 
@@ -69,7 +69,7 @@ def _forward_out_torch(
     q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
 ) -> None:
     _validate.forward(q, k, v, options, kernels=False)
-    _validate.outputs(q, k, v, options, out, lse)
+    _validate.outputs(q, k, v, options, out, lse, kernels=False)
     _validate.contents(q, k, options)
     options["out_dtype"] = out.dtype
     result, result_lse = cpu.forward(q, k, v, **_meaning(options))
@@ -117,6 +117,50 @@ def _backward_out(
         else:
             buffer.copy_(gradient)
     return dsinks
+
+
+# ---- CUDA tensors: the torch implementation under fa.backend("cpu"), else libfa ----------------
+
+
+def _on_torch() -> bool:
+    return _backend.current() == "cpu"
+
+
+def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    return (_forward_torch if _on_torch() else _cuda.forward)(q, k, v, **options)
+
+
+def _forward_out_cuda(*args: Tensor, **options: Any) -> None:
+    (_forward_out_torch if _on_torch() else _cuda.forward_out)(*args, **options)
+
+
+def _backward_cuda(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (_backward_torch if _on_torch() else _cuda.backward)(*args, **options)
+
+
+def _refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Why the call is refused: nothing, or V (ValueError) or N and the sentence, as bytes."""
+    text = ""
+    kernels = not _on_torch()
+    try:
+        _validate.forward(q, k, v, options, kernels=kernels)
+        if out is not None and lse is not None:
+            _validate.outputs(q, k, v, options, out, lse, kernels=kernels)
+        if not kernels:
+            _validate.contents(q, k, options)
+    except ValueError as error:
+        text = f"V{error}"
+    except NotImplementedError as error:
+        text = f"N{error}"
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
 # ---- fakes: shapes, dtypes and strides, nothing else -------------------------------------------
@@ -250,6 +294,8 @@ def _register() -> None:
     impl("backward_out", _backward_out, "CPU")
     impl("backward_out", _backward_out, "CUDA")
     impl("_forward_torch", _forward_torch, "CompositeExplicitAutograd")
+    impl("_forward_out_torch", _forward_out_torch, "CompositeExplicitAutograd")
+    impl("_refusal", _refusal, "CompositeExplicitAutograd")
     for name in ("backward", "backward_out"):
         impl(name, _below_autograd(name), "Autograd")
     impl("forward", forward, "CompositeImplicitAutograd")
@@ -260,11 +306,15 @@ def _register() -> None:
         ("_forward", _forward_fake),
         ("_forward_torch", _forward_fake),
         ("forward_out", _nothing_fake),
+        ("_forward_out_torch", _nothing_fake),
         ("backward", _backward_fake),
         ("backward_out", _backward_out_fake),
     ):
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    _cuda.register(_library)
+    if not _shim.register(NAMESPACE):
+        impl("_forward", _forward_cuda, "CUDA")
+        impl("forward_out", _forward_out_cuda, "CUDA")
+    impl("backward", _backward_cuda, "CUDA")
     _flops.register()
 
 
