@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
-import fa
 import harness
-import libfa
 import pytest
 import torch
+
+import fa
+import libfa
 from cases import Case, hand_picked, sweep
 
 SWEEP_SEED = 20261130

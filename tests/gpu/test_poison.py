@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 
-import fa
 import harness
 import pytest
 import torch
-from cases import Case, hand_picked
-from compare import assert_bitwise_result
 from harness import DEVICE, can_be_case, may_refuse, randn
 from torch import Tensor
+
+import fa
+from cases import Case, hand_picked
+from compare import assert_bitwise_result
 
 CHOSEN = [
     case

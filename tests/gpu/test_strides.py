@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import math
 
-import fa
 import harness
 import pytest
 import torch
-from cases import Guarded
-from compare import Result, assert_bitwise, assert_result, expected
 from harness import DEVICE, check_tensors, inputs_from, need_memory, randn
 from torch import Tensor
+
+import fa
+from cases import Guarded
+from compare import Result, assert_bitwise, assert_result, expected
 
 
 def contiguous_twin(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: object) -> None:

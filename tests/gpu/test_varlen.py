@@ -8,9 +8,10 @@ import math
 import harness
 import pytest
 import torch
+from harness import DEVICE, check_case, ints, randn
+
 from cases import Case
 from compare import assert_result, expected
-from harness import DEVICE, check_case, ints, randn
 
 SEQUENCE_CASES = [
     Case(q=(1, 64, 129), k=(1, 64, 129), causal=True, heads_q=4, heads_k=2, dim=128),
