@@ -15,8 +15,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-from fa._layout import accumulation_dtype
 from torch import Tensor
+
+from fa._layout import accumulation_dtype
 
 TILE_M = 256
 TILE_N = 512
@@ -77,7 +78,7 @@ class Problem:
         options: Options,
     ) -> None:
         self.options = options
-        self.acc = accumulation_dtype(q.dtype)
+        self.acc, self.device = accumulation_dtype(q.dtype), q.device
         self.packed_q, self.packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         self.heads_q, self.heads_k = q.shape[-2], k.shape[-2]
         batch = cu_seqlens_q.numel() - 1 if cu_seqlens_q is not None else q.shape[0]
@@ -127,7 +128,7 @@ class Part:
     """`size` batch entries of equal lengths and `heads` key/value heads with their query heads."""
 
     def __init__(self, problem: Problem, batch: int, size: int, head: int, heads: int) -> None:
-        self.options, self.acc = problem.options, problem.acc
+        self.options, self.acc, self._device = problem.options, problem.acc, problem.device
         self._packed_q, self._packed_k = problem.packed_q, problem.packed_k
         self._b, self._q0, self.q_len, self._kb, self._k0, self.k_len = problem.sequences[batch]
         self._size, self.heads = size, heads
@@ -179,9 +180,9 @@ class Part:
             return None
         key = (begin, end, first, last)
         if self._hidden is None or self._hidden[0] != key:
-            position = torch.arange(begin, end)[:, None] + self._offset
-            keys = torch.arange(first, last)
-            hidden = torch.zeros(end - begin, last - first, dtype=torch.bool)
+            position = torch.arange(begin, end, device=self._device)[:, None] + self._offset
+            keys = torch.arange(first, last, device=self._device)
+            hidden = torch.zeros(end - begin, last - first, dtype=torch.bool, device=self._device)
             if self.options.left >= 0:
                 hidden |= keys < position - self.options.left
             if self.options.right >= 0:
@@ -218,8 +219,10 @@ class Part:
             slopes = self.options.slopes
             slopes = slopes if slopes.dim() == 1 else slopes[self._b : self._b + self._size]
             slopes = slopes.expand(self._size, -1)[:, self._heads_q].to(self.acc)
-            rows = torch.arange(begin, end) + self._offset
-            distance = (rows[:, None] - torch.arange(first, last)).abs_().to(self.acc)
+            rows = torch.arange(begin, end, device=self._device) + self._offset
+            distance = (
+                (rows[:, None] - torch.arange(first, last, device=self._device)).abs_().to(self.acc)
+            )
             heads = s.view(self._size, self.heads * self.group, end - begin, last - first)
             heads.addcmul_(slopes[:, :, None, None], distance, value=-1)
         self.hide(s, begin, end, first, last, -math.inf)

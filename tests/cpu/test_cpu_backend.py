@@ -31,7 +31,11 @@ from fa._layout import dimension_order
 
 AFFORDABLE = 80_000_000  # multiplications; larger cases belong to the GPU tier
 SWEEP_SEED = 20261129
-CASES = [c for c in hand_picked() + sweep(SWEEP_SEED, 120) if c.cost <= AFFORDABLE]
+CASES = [
+    case
+    for case in hand_picked() + sweep(SWEEP_SEED, 120)
+    if case.cost <= AFFORDABLE and case.sequences <= 16
+]
 
 
 def run(inputs: Inputs, backward: bool | None = None) -> Result:
@@ -92,6 +96,16 @@ def test_tiles_hold_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> 
                 x = torch.ones(1, end - begin, last - first)
                 part.hide(x, begin, end, first, last, 0.0)
                 assert torch.equal(x[0] > 0, seen[begin:end, first:last])
+
+
+@pytest.mark.parametrize("case", sweep(7, 30, max_length=150), ids=lambda case: case.id)
+def test_many_small_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every loop runs more than once: rows, keys, heads and batch entries."""
+    monkeypatch.setattr(_cpu_tiles, "TILE_M", 16)
+    monkeypatch.setattr(_cpu_tiles, "TILE_N", 24)
+    monkeypatch.setattr(_cpu_tiles, "TILE_SCORES", 900)
+    inputs = case.make()
+    assert_result(run(inputs), expected(inputs))
 
 
 def test_causal_costs_half(monkeypatch: pytest.MonkeyPatch) -> None:
