@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: BSD-3-Clause */
-/* Does a C99 program get from fa.h what it promises: versions, sentences, plans, the list of kernels? No GPU needed. */
+/* Does a C99 program get from fa.h what it promises: versions, sentences, plans, the list of
+ * kernels? No GPU needed. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,7 +21,8 @@ static void expect(int holds, int line, const char* what) {
 
 static void expect_failure(fa_status got, fa_status wanted, const char* part, int line) {
   char text[256];
-  snprintf(text, sizeof(text), "status is %s, expected %s with \"%s\"", fa_status_name(got), fa_status_name(wanted), part);
+  snprintf(text, sizeof(text), "status is %s, expected %s with \"%s\"", fa_status_name(got),
+           fa_status_name(wanted), part);
   expect(got == wanted && strstr(fa_last_error(), part) != NULL, line, text);
 }
 
@@ -36,7 +38,8 @@ static fa_tensor tensor(uintptr_t address, int64_t rows, int64_t heads, int64_t 
   return t;
 }
 
-/* A causal call of 2 x 512 queries, 8 heads of 128, on a nominal H200; the addresses are never read. */
+/* A causal call of 2 x 512 queries, 8 heads of 128, on a nominal H200; the addresses are never
+ * read. */
 static fa_params valid_params(void) {
   fa_params p;
   fa_params_init(&p, sizeof(p));
@@ -64,14 +67,18 @@ static void versions(void) {
   fa_params p = valid_params();
   size_t bytes = 77;
   fa_status usual = fa_workspace_size(FA_FORWARD, &p, &bytes);
-  expect(usual == FA_OK || usual == FA_ERROR_DEVICE || usual == FA_ERROR_UNSUPPORTED, __LINE__, "params are accepted");
+  expect(usual == FA_OK || usual == FA_ERROR_DEVICE || usual == FA_ERROR_UNSUPPORTED, __LINE__,
+         "params are accepted");
 
-  expect(fa_abi_version() == FA_ABI_VERSION, __LINE__, "the library speaks the version of the header");
+  expect(fa_abi_version() == FA_ABI_VERSION, __LINE__,
+         "the library speaks the version of the header");
   expect(strlen(fa_version()) >= 5, __LINE__, "the version has a text");
-  expect(p.struct_size == sizeof(p) && p.abi_version == FA_ABI_VERSION, __LINE__, "init states size and version");
+  expect(p.struct_size == sizeof(p) && p.abi_version == FA_ABI_VERSION, __LINE__,
+         "init states size and version");
 
   memset(&p, 0, sizeof(p));
-  expect_failure(fa_workspace_size(FA_FORWARD, &p, &bytes), FA_ERROR_ABI, "abi_version is 0", __LINE__);
+  expect_failure(fa_workspace_size(FA_FORWARD, &p, &bytes), FA_ERROR_ABI, "abi_version is 0",
+                 __LINE__);
   expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_ABI, "fa_params_init()", __LINE__);
   p = valid_params();
   p.abi_version = FA_ABI_VERSION + 1;
@@ -80,24 +87,30 @@ static void versions(void) {
   p.struct_size = 12;
   expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_ABI, "struct_size is 12", __LINE__);
   p.struct_size = sizeof(p) - 8;
-  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_ABI, "no version of the struct had that size", __LINE__);
-  expect_failure(fa_forward(NULL, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "params is NULL", __LINE__);
+  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_ABI,
+                 "no version of the struct had that size", __LINE__);
+  expect_failure(fa_forward(NULL, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "params is NULL",
+                 __LINE__);
 
   /* A later caller: fine while what we do not know is zero. */
   memset(&newer, 0, sizeof(newer));
   fa_params_init(&newer.known, sizeof(newer));
   newer.known = valid_params();
   newer.known.struct_size = sizeof(newer);
-  expect(fa_workspace_size(FA_FORWARD, &newer.known, &bytes) == usual, __LINE__, "a longer struct with a zero tail");
+  expect(fa_workspace_size(FA_FORWARD, &newer.known, &bytes) == usual, __LINE__,
+         "a longer struct with a zero tail");
   newer.later[2] = 1;
-  expect_failure(fa_workspace_size(FA_FORWARD, &newer.known, &bytes), FA_ERROR_ABI, "is not zero", __LINE__);
+  expect_failure(fa_workspace_size(FA_FORWARD, &newer.known, &bytes), FA_ERROR_ABI, "is not zero",
+                 __LINE__);
 
-  /* An earlier caller: its struct ends before `state`; what follows in memory is not ours to read. */
+  /* An earlier caller: its struct ends before `state`; what follows in memory is not ours to read.
+   */
   memset(old_bytes, 0xee, sizeof(old_bytes));
   p = valid_params();
   p.struct_size = (uint32_t)offsetof(fa_params, state);
   memcpy(old_bytes, &p, p.struct_size);
-  expect(fa_workspace_size(FA_FORWARD, (const fa_params*)(const void*)old_bytes, &bytes) == usual, __LINE__, "a shorter struct");
+  expect(fa_workspace_size(FA_FORWARD, (const fa_params*)(const void*)old_bytes, &bytes) == usual,
+         __LINE__, "a shorter struct");
 }
 
 static void defaults(void) {
@@ -107,26 +120,31 @@ static void defaults(void) {
   memset(&p, 0xff, sizeof(p));
   fa_params_init(&p, sizeof(p));
   expect(isnan(p.score.scale) && p.score.softcap == 0, __LINE__, "the default scale is NaN");
-  expect(p.mask.window_left == -1 && p.mask.window_right == -1 && p.mask.chunk == 0, __LINE__, "no mask");
-  expect(p.q.data == NULL && p.options.force_arch == 0 && p.state.bytes == 0, __LINE__, "the rest is zero");
+  expect(p.mask.window_left == -1 && p.mask.window_right == -1 && p.mask.chunk == 0, __LINE__,
+         "no mask");
+  expect(p.q.data == NULL && p.options.force_arch == 0 && p.state.bytes == 0, __LINE__,
+         "the rest is zero");
   fa_combine_params_init(&combine, sizeof(combine));
-  expect_failure(fa_combine(&combine, NULL), FA_ERROR_UNSUPPORTED, "fa: not supported: combine", __LINE__);
+  expect_failure(fa_combine(&combine, NULL), FA_ERROR_UNSUPPORTED, "fa: not supported: combine",
+                 __LINE__);
   memset(&combine, 0, sizeof(combine));
   expect_failure(fa_combine(&combine, NULL), FA_ERROR_ABI, "fa_combine_params_init()", __LINE__);
   fa_append_kv_params_init(&append, sizeof(append));
-  expect_failure(fa_append_kv(&append, NULL), FA_ERROR_UNSUPPORTED, "fa: not supported: append_kv", __LINE__);
+  expect_failure(fa_append_kv(&append, NULL), FA_ERROR_UNSUPPORTED, "fa: not supported: append_kv",
+                 __LINE__);
   append.abi_version = 9;
   expect_failure(fa_append_kv(&append, NULL), FA_ERROR_ABI, "abi_version is 9", __LINE__);
 }
 
 /* Changes one member of valid params and expects a sentence about it. */
-#define INVALID(member, value, part)                                                              \
-  do {                                                                                            \
-    fa_params changed = valid_params();                                                           \
-    size_t size = 0;                                                                              \
-    changed.member = value;                                                                       \
-    expect_failure(fa_workspace_size(FA_FORWARD, &changed, &size), FA_ERROR_INVALID, part, __LINE__); \
-    expect_failure(fa_forward(&changed, NULL, 0, NULL, NULL), FA_ERROR_INVALID, part, __LINE__);  \
+#define INVALID(member, value, part)                                                             \
+  do {                                                                                           \
+    fa_params changed = valid_params();                                                          \
+    size_t size = 0;                                                                             \
+    changed.member = value;                                                                      \
+    expect_failure(fa_workspace_size(FA_FORWARD, &changed, &size), FA_ERROR_INVALID, part,       \
+                   __LINE__);                                                                    \
+    expect_failure(fa_forward(&changed, NULL, 0, NULL, NULL), FA_ERROR_INVALID, part, __LINE__); \
   } while (0)
 
 static void refusals(void) {
@@ -148,7 +166,8 @@ static void refusals(void) {
   INVALID(out.dtype, FA_FP16, "out has dtype fp16 (1), it must be bf16 or fp32");
   INVALID(q.data, (void*)0x10008, "q: data 0x10008 is not aligned to 16 bytes");
   INVALID(k.stride_dim, 2, "k: the stride of the last dimension is 2, it must be 1");
-  INVALID(k.stride_row, 516, "k: row stride 516 is not a multiple of 8 elements (16 bytes for bf16)");
+  INVALID(k.stride_row, 516,
+          "k: row stride 516 is not a multiple of 8 elements (16 bytes for bf16)");
   INVALID(v.stride_head, 132, "v: head stride 132 is not a multiple of 8");
   INVALID(q.stride_batch, 4, "q: batch stride 4 is not a multiple of 8");
   INVALID(q.stride_row, -1024, "q: row stride is -1024, it must not be negative");
@@ -173,22 +192,28 @@ static void refusals(void) {
 
   p = valid_params();
   p.k.data = NULL;
-  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "k: data is NULL", __LINE__);
+  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "k: data is NULL",
+                 __LINE__);
   p = valid_params();
   p.pages.table = array;
   p.pages.page_size = 64;
   p.pages.num_pages = 8;
-  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "a page table is given without used_k", __LINE__);
+  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID,
+                 "a page table is given without used_k", __LINE__);
   p = valid_params();
   p.seq.cu_k = p.seq.batch_index_k = array;
   p.shape.total_k = 100;
-  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "batch_index_k is given with cu_k", __LINE__);
+  expect_failure(fa_forward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID,
+                 "batch_index_k is given with cu_k", __LINE__);
   p = valid_params();
-  expect_failure(fa_workspace_size(FA_COMBINE, &p, &(size_t){0}), FA_ERROR_INVALID, "op is 3", __LINE__);
-  expect_failure(fa_workspace_size(FA_FORWARD, &p, NULL), FA_ERROR_INVALID, "bytes is NULL", __LINE__);
+  expect_failure(fa_workspace_size(FA_COMBINE, &p, &(size_t){0}), FA_ERROR_INVALID, "op is 3",
+                 __LINE__);
+  expect_failure(fa_workspace_size(FA_FORWARD, &p, NULL), FA_ERROR_INVALID, "bytes is NULL",
+                 __LINE__);
 }
 
-/* A build with rows plans for an H200 and an A100 that are not here; one without says how to get rows. */
+/* A build with rows plans for an H200 and an A100 that are not here; one without says how to get
+ * rows. */
 static void plans(void) {
   char text[16384];
   fa_params p = valid_params();
@@ -196,9 +221,11 @@ static void plans(void) {
   int kernels = fa_kernel_count();
   if (kernels == 0) {
     expect_failure(status, FA_ERROR_DEVICE, "Rebuild with FA_ARCHS", __LINE__);
-    expect(strstr(text, "Rebuild with FA_ARCHS") != NULL, __LINE__, "the text says how to get kernels");
+    expect(strstr(text, "Rebuild with FA_ARCHS") != NULL, __LINE__,
+           "the text says how to get kernels");
   } else if (status == FA_OK) {
-    expect(strstr(text, "row        sm") != NULL && strstr(text, "grid       ") != NULL, __LINE__, text);
+    expect(strstr(text, "row        sm") != NULL && strstr(text, "grid       ") != NULL, __LINE__,
+           text);
   } else {
     expect(strlen(text) > 20, __LINE__, "a refusal has a text");
   }
@@ -213,9 +240,11 @@ static void plans(void) {
   }
   p.score.softcap = 0;
   status = fa_backward(&p, NULL, 0, NULL, NULL);
-  expect(status == FA_ERROR_UNSUPPORTED || status == FA_ERROR_DEVICE, __LINE__, "there is no backward row");
+  expect(status == FA_ERROR_UNSUPPORTED || status == FA_ERROR_DEVICE, __LINE__,
+         "there is no backward row");
   p.q.data = p.k.data = p.v.data = p.out.data = NULL;
-  expect(fa_explain(FA_FORWARD, &p, text, sizeof(text)) != FA_ERROR_INVALID, __LINE__, "planning needs no addresses");
+  expect(fa_explain(FA_FORWARD, &p, text, sizeof(text)) != FA_ERROR_INVALID, __LINE__,
+         "planning needs no addresses");
   expect_failure(fa_explain(FA_FORWARD, &p, NULL, 0), FA_ERROR_INVALID, "text is NULL", __LINE__);
   fa_explain(FA_FORWARD, &p, text, 10);
   expect(strlen(text) == 9, __LINE__, "a small buffer gets the beginning");
@@ -229,8 +258,10 @@ static void kernel_list(void) {
     desc.struct_size = sizeof(desc);
     expect(fa_kernel_info(i, &desc) == FA_OK, __LINE__, "a kernel describes itself");
     expect(strncmp(desc.id, "sm", 2) == 0 && strlen(desc.id) < sizeof(desc.id), __LINE__, desc.id);
-    expect((desc.arch == 80 || desc.arch == 90) && desc.threads % 32 == 0 && desc.tile_m > 0, __LINE__, desc.id);
-    expect(desc.registers == -1 || (desc.registers > 0 && desc.registers <= 255), __LINE__, desc.id);
+    expect((desc.arch == 80 || desc.arch == 90) && desc.threads % 32 == 0 && desc.tile_m > 0,
+           __LINE__, desc.id);
+    expect(desc.registers == -1 || (desc.registers > 0 && desc.registers <= 255), __LINE__,
+           desc.id);
   }
   desc.struct_size = sizeof(desc);
   expect_failure(fa_kernel_info(count, &desc), FA_ERROR_INVALID, "index is ", __LINE__);
@@ -248,7 +279,8 @@ static void layout(void) {
     end = fields[i].offset + fields[i].size;
   }
   expect(end == sizeof(fa_params), __LINE__, "the last field ends the struct");
-  expect(strcmp(fields[3].name, "q.stride_batch") == 0 && fields[3].offset == 16, __LINE__, "a field has its path");
+  expect(strcmp(fields[3].name, "q.stride_batch") == 0 && fields[3].offset == 16, __LINE__,
+         "a field has its path");
 }
 
 int main(void) {

@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Do key ranges, tile orders and the enumeration of packed tiles equal brute force on every small size?
+// Do key ranges, tile orders and the enumeration of packed tiles equal brute force on every small
+// size?
+#include "kernels_common/device/block_range.h"
+
 #include <vector>
 
-#include "kernels_common/device/block_range.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_common/device/tile_scheduler.h"
 #include "tests/cpp/check.h"
@@ -44,14 +46,18 @@ void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, in
         if (seen) lo = min_of(lo, j), hi = max_of(hi, j + 1);
       }
     const bool in = n >= r.begin && n < r.end, full = n >= r.full_begin && n < r.full_end;
-    const auto text = "%s: block %d of %d keys, rows %d..%d, q_len %d, k_len %d, left %d, right %d, chunk %d, top_left %d";
+    const auto text =
+        "%s: block %d of %d keys, rows %d..%d, q_len %d, k_len %d, left %d, right %d, chunk %d, "
+        "top_left %d";
     const auto say = [&](bool holds, const char* what, std::source_location at) {
-      expect(holds, at, text, what, n, tile_n, first, last, q_len, k_len, m.left, m.right, m.chunk, m.top_left);
+      expect(holds, at, text, what, n, tile_n, first, last, q_len, k_len, m.left, m.right, m.chunk,
+             m.top_left);
     };
     say(in == any, "range and visibility disagree", here());
     say(full == all, "unmasked blocks and full visibility disagree", here());
   }
-  expect(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end, "the bounds are ordered");
+  expect(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
+         "the bounds are ordered");
   if (lo < hi) {
     fa::test::expect_equal(r.any_lo, lo, "any_lo");
     fa::test::expect_equal(r.any_hi, hi, "any_hi");
@@ -74,12 +80,15 @@ void check_ranges() {
                                min_of(first + tile_m, q_len) - 1, tile_n);
 }
 
-// Sums of positions near 2^30 stay within an int (the constant evaluation would refuse an overflow).
+// Sums of positions near 2^30 stay within an int (the constant evaluation would refuse an
+// overflow).
 constexpr bool extremes_hold() {
   constexpr int big = kUnlimited - 1;
   const KeyRange causal = key_range(make_band(BandArgs{big, 0, 0, 0}, big, 1), 0, big - 1, 1, 128);
-  const KeyRange wide = key_range(make_band(BandArgs{big, big, kUnlimited, 0}, big, big), 0, big - 1, big, 128);
-  const KeyRange chunk = key_range(make_band(BandArgs{-1, -1, kUnlimited, 0}, big, 8), 0, big - 1, 8, 128);
+  const KeyRange wide =
+      key_range(make_band(BandArgs{big, big, kUnlimited, 0}, big, big), 0, big - 1, big, 128);
+  const KeyRange chunk =
+      key_range(make_band(BandArgs{-1, -1, kUnlimited, 0}, big, 8), 0, big - 1, 8, 128);
   return causal.end == 1 && wide.any_hi == big && chunk.end == 1;
 }
 static_assert(extremes_hold());
@@ -93,11 +102,13 @@ void check_tile_order() {
         int last_section = 0, last_m = tiles_m;
         for (int index = 0; index < order.num_tiles; ++index) {
           const TileCoord c = tile_coord(order, index);
-          expect(c.m >= 0 && c.m < tiles_m && c.head >= 0 && c.head < heads, "coordinates lie inside the call");
+          expect(c.m >= 0 && c.m < tiles_m && c.head >= 0 && c.head < heads,
+                 "coordinates lie inside the call");
           ++seen[static_cast<size_t>(c.head * tiles_m + c.m)];
           const int current = c.head / section;
           if (current != last_section) last_m = tiles_m;
-          expect(current >= last_section && c.m <= last_m, "sections in order, the longest tiles of one first");
+          expect(current >= last_section && c.m <= last_m,
+                 "sections in order, the longest tiles of one first");
           last_section = current;
           last_m = c.m;
         }
@@ -149,7 +160,8 @@ void check_packed_tiles() {
 }
 
 void check_lengths() {
-  const int32_t cu_k[] = {0, 4, 9}, used_q[] = {9, 2}, used_k[] = {3, 7}, pad[] = {1, 9}, index[] = {5, 6};
+  const int32_t cu_k[] = {0, 4, 9}, used_q[] = {9, 2}, used_k[] = {3, 7}, pad[] = {1, 9},
+                index[] = {5, 6};
   SeqArgs args{};
   args.batch = 2;
   args.seqlen_q = 6;
@@ -158,15 +170,18 @@ void check_lengths() {
   args.used_k = used_k;
   args.batch_index_k = index;
   SeqInfo s = seq_info(args, 1, 0, 4);
-  expect(s.q_len == 6 && s.q_slot == 6 && s.m_first == 4 && s.q_batch == 0, "used_q is cut to the tensor");
+  expect(s.q_len == 6 && s.q_slot == 6 && s.m_first == 4 && s.q_batch == 0,
+         "used_q is cut to the tensor");
   expect(s.k_len == 3 && s.k_begin == 0 && s.k_batch == 5, "used_k and batch_index_k of a dense k");
   s = seq_info(args, 0, 1, 4);
-  expect(s.q_len == 2 && s.q_slot == 6 && s.k_len == 7 && s.k_batch == 6, "lengths of the second entry");
+  expect(s.q_len == 2 && s.q_slot == 6 && s.k_len == 7 && s.k_batch == 6,
+         "lengths of the second entry");
   args.batch_index_k = nullptr;
   args.cu_k = cu_k;
   args.leftpad_k = pad;
   s = seq_info(args, 0, 0, 4);
-  expect(s.k_begin == 1 && s.k_len == 2 && s.k_batch == 0, "left padding is skipped, used_k includes it");
+  expect(s.k_begin == 1 && s.k_len == 2 && s.k_batch == 0,
+         "left padding is skipped, used_k includes it");
   s = seq_info(args, 0, 1, 4);
   expect(s.k_len == 0 && s.k_begin == 13, "padding beyond the length leaves no key");
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does a C++ test fail? With the line and the values, also in a release build, where assert() is empty.
+// How does a C++ test fail? With the line and the values, also in a release build, where assert()
+// is empty.
 #pragma once
 
 #include <cstdarg>
@@ -13,11 +14,13 @@ namespace fa::test {
 inline long checks = 0;
 
 [[noreturn]] inline void fail_test(const std::source_location& at, const std::string& text) {
-  std::fprintf(stderr, "%s:%u: %s\n", at.file_name(), static_cast<unsigned>(at.line()), text.c_str());
+  std::fprintf(stderr, "%s:%u: %s\n", at.file_name(), static_cast<unsigned>(at.line()),
+               text.c_str());
   std::exit(1);
 }
 
-// Ends the test at the first false statement. Formatting happens only then, so it may stand in inner loops.
+// Ends the test at the first false statement. Formatting happens only then, so it may stand in
+// inner loops.
 template <class... Values>
 void expect(bool holds, const std::source_location& at, const char* format, Values... values) {
   ++checks;
@@ -40,7 +43,8 @@ inline void expect_equal(long long got, long long wanted, const char* what,
 inline void expect_contains(const std::string& text, const char* part,
                             const std::source_location& at = std::source_location::current()) {
   ++checks;
-  if (text.find(part) == std::string::npos) fail_test(at, "\"" + text + "\" does not contain \"" + part + "\"");
+  if (text.find(part) == std::string::npos)
+    fail_test(at, "\"" + text + "\" does not contain \"" + part + "\"");
 }
 
 inline int report(const char* name) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which rows, devices and calls do the tests of the host side use? None of them needs CUDA or a built kernel.
+// Which rows, devices and calls do the tests of the host side use? None of them needs CUDA or a
+// built kernel.
 #pragma once
 
 #include <array>
@@ -82,7 +83,8 @@ inline constexpr auto kTable = pointers(std::make_index_sequence<kRows.size()>()
 struct Call {
   fa_params params;
 
-  Call(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int dim, fa_dtype dtype = FA_BF16) {
+  Call(int batch, int seqlen_q, int seqlen_k, int heads_q, int heads_k, int dim,
+       fa_dtype dtype = FA_BF16) {
     params = fa_params{};
     params.struct_size = sizeof(params);
     params.abi_version = FA_ABI_VERSION;
@@ -101,8 +103,10 @@ struct Call {
     params.out = tensor(0x40000, seqlen_q, heads_q, dim, dtype);
   }
 
-  static fa_tensor tensor(uintptr_t address, int64_t rows, int64_t heads, int64_t dim, fa_dtype dtype) {
-    return fa_tensor{reinterpret_cast<void*>(address), rows * heads * dim, heads * dim, dim, 1, dtype, 0};
+  static fa_tensor tensor(uintptr_t address, int64_t rows, int64_t heads, int64_t dim,
+                          fa_dtype dtype) {
+    return fa_tensor{
+        reinterpret_cast<void*>(address), rows * heads * dim, heads * dim, dim, 1, dtype, 0};
   }
 
   Call& device(int sm_count, int smem_limit, int force_arch = 0) {

@@ -29,10 +29,14 @@ Call packed(Call call, int batch, int total_q, int total_k) {
 
 void golden_plans() {
   const Golden table[] = {
-      // 32 row tiles x 2 * 16 heads; K and V of a head take 2 MiB: 12 heads in 24 MiB, 10 in half of 40 MiB.
-      {"h200", Call(2, 4096, 4096, 16, 16, 128).causal().h200(), "sm90_fwd_bf16_d128_band", 132, 32, 32, 12},
-      {"a100", Call(2, 4096, 4096, 16, 16, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 216, 32, 32, 10},
-      {"h200 gqa", Call(2, 4096, 4096, 32, 8, 128).h200(), "sm90_fwd_bf16_d128_none", 132, 32, 64, 48},
+      // 32 row tiles x 2 * 16 heads; K and V of a head take 2 MiB: 12 heads in 24 MiB, 10 in half
+      // of 40 MiB.
+      {"h200", Call(2, 4096, 4096, 16, 16, 128).causal().h200(), "sm90_fwd_bf16_d128_band", 132, 32,
+       32, 12},
+      {"a100", Call(2, 4096, 4096, 16, 16, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 216, 32,
+       32, 10},
+      {"h200 gqa", Call(2, 4096, 4096, 32, 8, 128).h200(), "sm90_fwd_bf16_d128_none", 132, 32, 64,
+       48},
       {"h200 d64", Call(1, 1000, 1000, 4, 4, 64).h200(), "sm90_fwd_bf16_d64_none", 24, 6, 4, 4},
       {"long keys", Call(1, 128, 1 << 20, 8, 2, 128).h200(), "sm90_fwd_bf16_d128_none", 8, 1, 8, 4},
       {"one row", Call(3, 1, 77, 2, 1, 64).a100(), "sm80_fwd_bf16_d64_band", 6, 1, 6, 6},
@@ -40,17 +44,20 @@ void golden_plans() {
       {"no rows", Call(2, 0, 256, 4, 4, 128).h200(), "sm90_fwd_bf16_d128_none", 0, 0, 8, 1},
       {"no batch", Call(0, 256, 256, 4, 4, 128).h200(), "sm90_fwd_bf16_d128_none", 0, 2, 0, 1},
       // Packed: total_q / 128 + batch + 1 tiles of each head, whatever the lengths are.
-      {"packed", packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).h200(), "sm80_fwd_bf16_d128_band", 104, 13, 8, 8},
-      {"packed, empty", packed(Call(1, 0, 0, 8, 8, 128), 5, 0, 3000).h200(), "sm80_fwd_bf16_d128_band", 0, 6, 8, 1},
+      {"packed", packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).h200(), "sm80_fwd_bf16_d128_band",
+       104, 13, 8, 8},
+      {"packed, empty", packed(Call(1, 0, 0, 8, 8, 128), 5, 0, 3000).h200(),
+       "sm80_fwd_bf16_d128_band", 0, 6, 8, 1},
   };
   for (const Golden& g : table) {
     const Planned p = plan_call(g.call);
     expect(p.status == FA_OK, std::source_location::current(), "%s: %s", g.name, last_error());
     expect(p.id() == g.id, std::source_location::current(), "%s: row %s", g.name, p.plan.main->id);
     const TileOrder& o = p.plan.order;
-    const bool same = p.plan.grid == g.grid && o.tiles_m == g.tiles_m && o.heads == g.heads && o.section == g.section;
-    expect(same, std::source_location::current(), "%s: grid %d, tiles_m %d, heads %d, section %d", g.name, p.plan.grid,
-           o.tiles_m, o.heads, o.section);
+    const bool same = p.plan.grid == g.grid && o.tiles_m == g.tiles_m && o.heads == g.heads &&
+                      o.section == g.section;
+    expect(same, std::source_location::current(), "%s: grid %d, tiles_m %d, heads %d, section %d",
+           g.name, p.plan.grid, o.tiles_m, o.heads, o.section);
     expect(p.plan.grid == 0 || o.num_tiles == o.tiles_m * o.heads, "every tile is counted");
     expect(p.plan.workspace_bytes == 0 && p.plan.num_splits == 1, "no row splits the keys yet");
   }
@@ -79,9 +86,12 @@ void arguments() {
   expect(p.status == FA_OK, last_error());
   LaunchArgs args = bind(p.plan, p.problem);
   const FwdArgs& f = args.fwd;
-  expect(f.group == 4 && f.heads_q == 8 && f.heads_k == 2 && f.dim_qk == 72 && f.dim_v == 72, "heads and dims");
-  expect(f.q.stride_row == 8 * 72 && f.q.stride_head == 72 && f.q.stride_batch == 300 * 8 * 72, "strides of q");
-  expect(f.k.stride_row % 8 == 0 && f.k.stride_row > 0, "the stride of a dimension of size 1 is a legal one");
+  expect(f.group == 4 && f.heads_q == 8 && f.heads_k == 2 && f.dim_qk == 72 && f.dim_v == 72,
+         "heads and dims");
+  expect(f.q.stride_row == 8 * 72 && f.q.stride_head == 72 && f.q.stride_batch == 300 * 8 * 72,
+         "strides of q");
+  expect(f.k.stride_row % 8 == 0 && f.k.stride_row > 0,
+         "the stride of a dimension of size 1 is a legal one");
   expect(f.out_fp32 == 1, "out is fp32");
   expect(f.band.left == -1 && f.band.right == 0, "a window beyond 2^30 is unlimited, causal stays");
   expect(std::fabs(f.scale - 1 / std::sqrt(72.0f)) < 1e-7f, "the default scale");
@@ -91,12 +101,14 @@ void arguments() {
   call = Call(2, 300, 300, 8, 8, 64).h200();
   call.params.score.scale = 0;
   p = plan_call(call);
-  expect(p.problem.scale > 0 && p.problem.scale < 1e-20f, "scale 0 is a tiny scale: uniform weights without 0 * inf");
+  expect(p.problem.scale > 0 && p.problem.scale < 1e-20f,
+         "scale 0 is a tiny scale: uniform weights without 0 * inf");
   call = Call(2, 300, 0, 8, 8, 64).h200();
   call.params.k.data = call.params.v.data = nullptr;
   p = plan_call(call);
   expect(p.status == FA_OK, last_error());
-  expect(bind(p.plan, p.problem).fwd.k.data != nullptr, "without keys a tensor map still gets an address");
+  expect(bind(p.plan, p.problem).fwd.k.data != nullptr,
+         "without keys a tensor map still gets an address");
 }
 
 void description() {
@@ -104,9 +116,10 @@ void description() {
   Planned p = plan_call(call);
   std::string text = describe(p.plan, p.problem, p.device, kTable);
   for (const char* part :
-       {"row        sm80_fwd_bf16_d128_band", "forward bf16, head dims 128 and 128, causal, packed q, packed k",
-        "tiles      128 x 64, 13 row tiles x 8 heads = 104", "grid       104 blocks", "sections of 8 heads",
-        "workspace  0 bytes", "fallback   a Hopper GPU runs an Ampere row",
+       {"row        sm80_fwd_bf16_d128_band",
+        "forward bf16, head dims 128 and 128, causal, packed q, packed k",
+        "tiles      128 x 64, 13 row tiles x 8 heads = 104", "grid       104 blocks",
+        "sections of 8 heads", "workspace  0 bytes", "fallback   a Hopper GPU runs an Ampere row",
         "sm90_fwd_bf16_d128_band: device-side lengths: this Hopper row is dense"})
     expect_contains(text, part);
   p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());

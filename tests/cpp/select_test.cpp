@@ -8,7 +8,8 @@ using namespace fa::test;
 
 namespace {
 
-void expect_row(const Call& call, const char* id, std::source_location at = std::source_location::current()) {
+void expect_row(const Call& call, const char* id,
+                std::source_location at = std::source_location::current()) {
   const Planned p = plan_call(call);
   expect(p.id() == id, at, "row is \"%s\", expected \"%s\"", p.id().c_str(), id);
 }
@@ -25,7 +26,8 @@ void rows_by_mask() {
   expect_row(Call(2, 512, 512, 8, 8, 128).causal().h200(), "sm90_fwd_bf16_d128_band");
   expect_row(Call(2, 512, 512, 8, 8, 64).causal().h200(), "sm90_fwd_bf16_d64_band");
   expect_row(Call(2, 512, 512, 8, 8, 128, FA_FP16).h200(), "sm90_fwd_fp16_d128_band");
-  // Masks that hide nothing: one query row, windows as wide as the keys, a chunk around all of them.
+  // Masks that hide nothing: one query row, windows as wide as the keys, a chunk around all of
+  // them.
   expect_row(Call(2, 1, 512, 8, 8, 128).causal().h200(), "sm90_fwd_bf16_d128_none");
   Call window = Call(1, 256, 512, 8, 8, 128).h200();
   window.params.mask.window_left = 511;
@@ -59,7 +61,8 @@ void rows_by_dim() {
   Call mixed = Call(2, 512, 512, 8, 8, 64).h200();
   mixed.params.shape.dim_v = 128;
   expect_row(mixed, "sm90_fwd_bf16_d128_none");
-  expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED, "head dim of q and k 128 < 192");
+  expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED,
+                 "head dim of q and k 128 < 192");
   expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED,
                  "sm90_fwd_bf16_d192_band,90,fwd,bf16,bf16,192,192,band,scale,tma,tma,");
 }
@@ -80,7 +83,8 @@ void hopper_falls_back() {
     call.params.seq.*member = some_array();
     return call;
   };
-  for (auto member : {&fa_sequences::used_q, &fa_sequences::used_k, &fa_sequences::leftpad_k, &fa_sequences::batch_index_k}) {
+  for (auto member : {&fa_sequences::used_q, &fa_sequences::used_k, &fa_sequences::leftpad_k,
+                      &fa_sequences::batch_index_k}) {
     expect_row(set(member), "sm80_fwd_bf16_d128_band");
     Call forced = set(member);
     forced.params.options.force_arch = 90;
@@ -105,11 +109,13 @@ void options_without_rows() {
   };
   const fa_factors factors{some_array(), 0, 0, 0, FA_FP32, 0};
   refused([](fa_params& p) { p.score.softcap = 30; }, "no softcap");
-  refused([](fa_params& p) { p.score.softcap = 30; }, "sm90_fwd_bf16_d128_band_any,90,fwd,bf16,bf16,128,128,band,any,");
+  refused([](fa_params& p) { p.score.softcap = 30; },
+          "sm90_fwd_bf16_d128_band_any,90,fwd,bf16,bf16,128,128,band,any,");
   refused([&](fa_params& p) { p.score.alibi_slopes = factors; }, "no ALiBi");
   refused([&](fa_params& p) { p.descale.k = factors; }, "no descales");
   refused([](fa_params& p) { p.options.num_splits = 4; }, "num_splits 4");
-  refused([](fa_params& p) { p.dropout = {0.5f, reinterpret_cast<const int64_t*>(some_array())}; }, "no dropout");
+  refused([](fa_params& p) { p.dropout = {0.5f, reinterpret_cast<const int64_t*>(some_array())}; },
+          "no dropout");
   refused(
       [](fa_params& p) {
         p.pages = {some_array(), 8, 64, 100};
@@ -121,18 +127,23 @@ void options_without_rows() {
   Problem problem;
   DeviceInfo device;
   Plan plan;
-  expect(make_problem(Op::kBackward, &backward.params, DataCheck::kRequired, &problem) == FA_OK, last_error());
+  expect(make_problem(Op::kBackward, &backward.params, DataCheck::kRequired, &problem) == FA_OK,
+         last_error());
   expect(device_info(problem, Purpose::kPlan, &device) == FA_OK, last_error());
-  expect(make_plan(problem, device, kTable, &plan) == FA_ERROR_UNSUPPORTED, "there is no backward row");
+  expect(make_plan(problem, device, kTable, &plan) == FA_ERROR_UNSUPPORTED,
+         "there is no backward row");
   expect_contains(last_error(), "the row is a forward, the call a backward");
 }
 
 void devices_without_rows() {
   const Table hopper_only = Table(kTable).first(5);
   expect_refused(Call(2, 512, 512, 8, 8, 128).a100(), FA_ERROR_DEVICE,
-                 "no kernel of this build runs on a GPU of compute capability 8.0 (nominal): it holds rows for 9.x", hopper_only);
+                 "no kernel of this build runs on a GPU of compute capability 8.0 (nominal): it "
+                 "holds rows for 9.x",
+                 hopper_only);
   expect_contains(last_error(), "FA_ARCHS=\"80\" pip install .");
-  expect_refused(Call(2, 512, 512, 8, 8, 128).h200(), FA_ERROR_DEVICE, "it holds no rows (0 rows)", Table());
+  expect_refused(Call(2, 512, 512, 8, 8, 128).h200(), FA_ERROR_DEVICE, "it holds no rows (0 rows)",
+                 Table());
   // Capabilities that no options can name.
   const Planned p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());
   DeviceInfo device = p.device;
