@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Is there a combination of options on which a backend is wrong, or refuses without a sentence?
+"""Draws problems over all options of `fa::forward`, runs each on a backend, compares with fp64.
+
+    python3 tools/fuzz.py --count 1000                  # on a GPU; the seed is printed
+    python3 tools/fuzz.py --seed 123 --count 1000       # the same problems again
+    python3 tools/fuzz.py --device cpu --count 20       # the CPU backend
+
+Draws that no kernel row covers must be refused with NotImplementedError and a sentence, inputs
+untouched. A failing problem is printed as a `Case(...)` for tests/cases.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import random
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+for _folder in (ROOT / "tools", ROOT / "tests", ROOT / "tests" / "gpu"):
+    if str(_folder) not in sys.path:
+        sys.path.insert(0, str(_folder))
+
+# (share of the draws, longest sequence, most multiplications)
+SIZES = ((0.90, 150, 3e8), (0.08, 500, 3e9), (0.02, 2100, 2e10))
+CPU_SIZES = ((1.0, 150, 3e7),)
+AHEAD = 16  # problems whose tensors are made in advance
+
+
+def draw(seed: int, number: int, on_cpu: bool) -> Any:
+    """Problem `number` of a seed, the same on every machine."""
+    from cases import sweep
+
+    rng = random.Random(f"{seed}:{number}")
+    sizes = CPU_SIZES if on_cpu else SIZES
+    longest, most = rng.choices([s[1:] for s in sizes], [s[0] for s in sizes])[0]
+    while True:
+        (case,) = sweep(rng.randrange(2**31), 1, int(longest))
+        if case.cost <= most:
+            return dataclasses.replace(case, backward=False, dlse=False, tag=f"fuzz{seed}_{number}")
+
+
+def as_source(case: Any) -> str:
+    """A `Case(...)` that draws nothing: only what differs from the defaults."""
+    given = [
+        f"{f.name}={getattr(case, f.name)!r}"
+        for f in dataclasses.fields(case)
+        if getattr(case, f.name) != f.default
+    ]
+    return f"Case({', '.join(given)})"
+
+
+def prepared(seed: int, count: int, on_cpu: bool, device: str) -> Iterator[tuple[Any, Any]]:
+    """(case, inputs) in order; tensors of the next ones are made in other threads meanwhile."""
+
+    def make(number: int) -> tuple[Any, Any]:
+        case = draw(seed, number, on_cpu)
+        return case, case.make(device)
+
+    with ThreadPoolExecutor(1 if on_cpu else 6) as pool:
+        waiting: list[Future[tuple[Any, Any]]] = []
+        for number in range(count):
+            waiting.append(pool.submit(make, number))
+            if len(waiting) > AHEAD:
+                yield waiting.pop(0).result()
+        for future in waiting:
+            yield future.result()
+
+
+def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[Counter[str], int]:
+    """How often each outcome was seen, and how many problems failed (each is printed)."""
+    import harness
+    import torch
+
+    seen: Counter[str] = Counter()
+    failures = 0
+    for number, (case, inputs) in enumerate(prepared(seed, count, harness.ON_CPU, device)):
+        backend = backends[number % len(backends)]
+        try:
+            outcome = harness.check_inputs(inputs, backend)
+        except Exception as error:
+            failures += 1
+            print(f"FAILED on {backend}: {as_source(case)}", flush=True)
+            print("".join(traceback.format_exception_only(error)).strip()[:600], flush=True)
+            if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
+                print("The CUDA context is lost: no further problem can run in this process.")
+                break
+            continue
+        kind = "ran" if outcome == "ran" else "refused"
+        seen[f"{backend} {kind}"] += 1
+        for feature in case.features:
+            seen[f"with {feature}"] += kind == "ran"
+    return seen, failures
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 0: every problem right or lawfully refused; 1: some failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000, help="problems to draw (default 1000)")
+    parser.add_argument("--seed", type=int, help="default: drawn, and printed")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--backend", help="one of sm90, sm80, cpu, auto; default: all in turn")
+    options = parser.parse_args(arguments)
+    os.environ["FA_TEST_DEVICE"] = options.device
+
+    import harness
+    import torch
+
+    if options.device != harness.DEVICE:
+        parser.error(f"this process already tests on {harness.DEVICE}: start another for it.")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("no CUDA GPU is visible to torch here; `--device cpu` tests the CPU backend.")
+    seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
+    backends = (options.backend,) if options.backend else harness.backends()
+    if not backends:
+        parser.error("the library holds no kernel row for this GPU: nothing to fuzz.")
+    print(f"fuzz seed {seed}: {options.count} problems on {', '.join(backends)}", flush=True)
+    start = time.perf_counter()
+    seen, failures = run(seed, options.count, options.device, backends)
+    print("; ".join(f"{name} {number}" for name, number in sorted(seen.items())))
+    done = sum(n for name, n in seen.items() if not name.startswith("with ")) + failures
+    seconds = time.perf_counter() - start
+    print(f"fuzz seed {seed}: {done} problems, {failures} failures, {seconds:.0f} s.")
+    if failures:
+        print(f"Again: python3 tools/fuzz.py --seed {seed} --count {options.count}")
+    return 1 if failures or done < options.count else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
