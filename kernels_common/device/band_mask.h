@@ -32,15 +32,30 @@ struct BandMask {
 
   template <int kSlabRows, class View>
   FA_DEVICE void apply(View& view, int row, int col) const {
+    constexpr int kRows = decltype(cute::size<0>(view))::value;
+    // Relative to the thread's first column, so that the columns of the loop are immediates.
+    int begin[kRows], end[kRows];
+    Band window = band;
+    window.chunk = 0;
     CUTE_UNROLL
-    for (int r = 0; r < cute::size<0>(view); ++r) {
+    for (int r = 0; r < kRows; ++r) {
       const int i = row + acc_row(r, kSlabRows);
-      // Relative to the thread's first column, so that the columns of the loop are immediates.
-      const int begin = band.first_key(i) - col;
-      const int end = min_of(k_len, min_of(band.last_key(i), kUnlimited - 1) + 1) - col;
+      begin[r] = window.first_key(i) - col;
+      end[r] = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
+    }
+    if (band.chunk > 0) {  // one branch and one division a row, only where there are chunks
+      CUTE_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const int first = floor_div(row + acc_row(r, kSlabRows) + band.shift, band.chunk) * band.chunk - col;
+        begin[r] = max_of(begin[r], first);
+        end[r] = min_of(end[r], first + band.chunk);
+      }
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c)
-        if (acc_col(c) < begin || acc_col(c) >= end) view(r, c) = -INFINITY;
+        if (acc_col(c) < begin[r] || acc_col(c) >= end[r]) view(r, c) = -INFINITY;
     }
   }
 };

@@ -50,6 +50,43 @@ struct OnlineSoftmax {
     }
   }
 
+  // The parts of update(), for steps that place them between other instructions. Returns whether a row's alpha is not 1.
+  // kLazy: a maximum that grows by less than 2^8 is not taken over. Probabilities then stay below 2^8, which fp16 and
+  // bf16 hold with the same relative error; sum and LSE use the same stale maximum, so the result is exact.
+  template <bool kLazy, class View>
+  FA_DEVICE bool update_max(const View& scores, float scale_log2) {
+    float top[kRows];
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      top[r] = scores(r, 0);
+      CUTE_UNROLL
+      for (int c = 1; c < cute::size<1>(scores); ++c) top[r] = fmaxf(top[r], scores(r, c));
+    }
+    return adopt_max<kLazy>(top, scale_log2);
+  }
+
+  // `top`: the maxima of this lane's columns.
+  template <bool kLazy>
+  FA_DEVICE bool adopt_max(const float (&top)[kRows], float scale_log2) {
+    bool grown = false;
+    CUTE_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float m = fmaxf(max[r], top[r]);
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      if (kLazy && (m - max[r]) * scale_log2 <= 8.f) m = max[r];  // −inf − (−inf) is NaN: takes over −inf
+      // As in update(): a row without a visible key subtracts 0.
+      const float base = m == -INFINITY ? 0.f : m * scale_log2;
+      alpha[r] = max[r] == m ? 1.f : exp2_approx(max[r] * scale_log2 - base);
+      grown |= max[r] != m;
+      max[r] = m;
+    }
+    return grown;
+  }
+
+  // What is subtracted from score·scale_log2 in row r.
+  FA_DEVICE float shift(int r, float scale_log2) const { return max[r] == -INFINITY ? 0.f : max[r] * scale_log2; }
+
   // Full row sums; afterwards `sum` holds 1/sum (0 for an empty row) and `max` the natural-log LSE. `sink` (natural
   // units) adds one term to the denominator; −inf adds nothing.
   FA_DEVICE void finish(float scale_log2, const float (&sink)[kRows]) {

@@ -1,0 +1,75 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What follows from the values of a forward row: types, tile shapes, matrix instruction, occupancy.
+#pragma once
+
+#include <cute/arch/mma_sm80.hpp>
+#include <cute/tensor.hpp>
+#include <type_traits>
+
+#include "kernels_common/device/acc_view.h"
+#include "kernels_common/device/band_mask.h"
+#include "kernels_common/device/element.h"
+#include "kernels_common/host/kernel_config.h"
+
+namespace fa::sm80 {
+
+template <class Row>
+struct FwdTypes {
+  static constexpr KernelConfig kConfig = Row::kConfig;
+  static constexpr DType kType = kConfig.dtype;
+  using Element = fa::Element<kType>;
+
+  static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
+  static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
+  static constexpr int kWarps = kConfig.warps, kThreads = 32 * kWarps;
+  static constexpr int kStages = kConfig.stages;
+  static constexpr int kWarpRows = kTileM / kWarps;  // consecutive query rows that one warp owns
+  static constexpr int kSlabs = kWarpRows / 16;      // 16-row operands of mma.sync among them
+  static constexpr bool kOverlap = kConfig.step == StepKind::kOverlap;
+  // Keys whose scores live in registers at once; the overlapped step holds two such sets.
+  static constexpr int kStepKeys = kOverlap ? 32 : kTileN;
+  static constexpr bool kLazyRescale = kConfig.rescale == Rescale::kVoted;
+  // Q is read from shared memory once per tile where its operands fit beside the accumulators.
+  static constexpr bool kQInRegisters = kDimQk <= 64 && kStepKeys <= 64;
+
+  static_assert(kConfig.arch == 80 && kConfig.op == Op::kForward,
+                "this row is not an Ampere forward row");
+  static_assert(kType == DType::kFp16 || kType == DType::kBf16, "dtype must be fp16 or bf16");
+  static_assert(kConfig.kv_dtype == kType, "kv_dtype must equal dtype");
+  static_assert(kConfig.score == ScoreKind::kScale, "score must be scale");
+  static_assert(kConfig.kv == LoadKind::kCpAsync && kConfig.q == LoadKind::kCpAsync,
+                "kv and q must be cpasync");
+  static_assert(kConfig.sched == SchedKind::kStatic && kConfig.cluster == 1,
+                "sched must be static and cluster 1");
+  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims must be multiples of 64");
+  static_assert(kTileM == kWarps * kSlabs * 16, "tile_m must be a multiple of 16 x warps");
+  static_assert(kTileN % kStepKeys == 0 && kTileN % 16 == 0,
+                "tile_n must be a multiple of 16 (step serial) or 32 (overlap)");
+  static_assert(!kOverlap || kTileN % 64 == 0, "step overlap needs tile_n to be a multiple of 64");
+  static_assert(kTileN % (kThreads / 8) == 0, "tile_n must be a multiple of 4 x warps");
+  static_assert(kStages == 1 || kStages == 2, "stages must be 1 or 2");
+  static_assert(!kOverlap || kStages == 2, "step overlap needs stages = 2");
+
+  using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandMask>;
+  using MmaAtom = std::conditional_t<kType == DType::kBf16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
+                                     cute::SM80_16x8x16_F32F16F16F32_TN>;
+
+  // One warp's accumulator of kWarpRows x kCols: ((column pair, row half), slab, n8 tile).
+  template <int kCols>
+  static constexpr auto accumulator() {
+    using namespace cute;
+    return make_tensor<float>(
+        Layout<Shape<Shape<_2, _2>, Int<kSlabs>, Int<kCols / 8>>>{});  // ((2, 2), MMA_M, MMA_N)
+  }
+  template <int kCols>
+  using Accumulator = decltype(accumulator<kCols>());
+
+  // Blocks per SM that the registers are budgeted for: accumulators, Q operands and about 64 for
+  // the rest.
+  static constexpr int kRegisters = kSlabs * 16 * (kDimV + kStepKeys * (kOverlap ? 2 : 1)) / 32 +
+                                    (kQInRegisters ? kSlabs * kDimQk / 4 : 0) + 64;
+  static constexpr int kMinBlocks =
+      kRegisters <= 168 ? (168 * kThreads * 3 <= 65536 ? 3 : 1) : (kThreads <= 128 ? 2 : 1);
+};
+
+}  // namespace fa::sm80
