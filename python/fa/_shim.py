@@ -41,7 +41,7 @@ def arguments() -> str:
     """The arguments of fa::forward_out, as libfa_torch.so must state them: "T q,T k,..."."""
     inside = SCHEMAS["forward_out"].split("->")[0].strip()[1:-1]
     items = [item.strip() for item in inside.split(",") if item.strip() != "*"]
-    return ",".join("{} {}".format(_KINDS[t], n) for t, n in (_split(item) for item in items))
+    return ",".join(f"{_KINDS[t]} {n}" for t, n in (_split(item) for item in items))
 
 
 def _split(item: str) -> tuple[str, str]:

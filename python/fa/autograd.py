@@ -4,12 +4,13 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fa import _backend, cpu
 
@@ -56,6 +57,29 @@ def refuse_forward_mode(*tensors: Tensor | None) -> None:
                 "fa: forward-mode differentiation is not supported: an input carries a tangent. "
                 "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."
             )
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Gradients that raise when differentiated, whatever they were computed from.
+
+    torch's decorator of this name lets a gradient whose incoming gradient is a constant pass as a
+    constant: in a penalty on the gradient its term would silently be zero.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        with torch.no_grad():
+            outputs = backward(ctx, *grads)
+        if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate these
+            return outputs
+        error = torch._C._functions.DelayedError(
+            b"fa: double backward is not supported: the gradients of attention are not "
+            b"differentiable. Use fa.reference.attention where second derivatives are needed.",
+            len(outputs),
+        )
+        return error(*(t if t is None else t.detach().requires_grad_() for t in outputs))
+
+    return wrapper
 
 
 class Attention(torch.autograd.Function):

@@ -20,9 +20,10 @@ from torch.compiler import is_compiling
 
 from fa import _validate, ops
 
-_RAW = torch.ops.fa._forward.default
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
+# The C++ function behind torch.ops.fa._forward.default, without the two Python frames around it.
+_RAW = torch.ops.fa._forward.default._op
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -32,34 +33,46 @@ _function_modes = torch._C._len_torch_function_stack
 def _plain(q: Any, k: Any, v: Any, options: dict[str, Any]) -> bool:
     """May the call go straight to the raw operator? True if the composite would do just that.
 
-    Plain tensors, no tangents, no autocast, no mode that wants to see the composite, no gradient.
+    Plain tensors, no tangents, no mode that wants to see the composite, no autocast, no gradient.
     """
-    if not (type(q) is Tensor and type(k) is Tensor and type(v) is Tensor):
+    if (
+        type(q) is not Tensor
+        or type(k) is not Tensor
+        or type(v) is not Tensor
+        or forward_ad._current_level >= 0
+        or _dispatch_modes()
+        or _function_modes()
+        or _autocast_enabled()
+    ):
         return False
-    if forward_ad._current_level >= 0 or _dispatch_modes() or _function_modes():
-        return False
-    if _autocast_enabled():
-        return False
-    if not _grad_enabled():
-        return True
-    if q.requires_grad or k.requires_grad or v.requires_grad:
-        return False
-    for value in options.values():
-        if isinstance(value, Tensor) and value.requires_grad:
+    if _grad_enabled():
+        if q.requires_grad or k.requires_grad or v.requires_grad:
             return False
+        for value in options.values():
+            if isinstance(value, Tensor) and value.requires_grad:
+                return False
     return True
 
 
 class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
     """torch.ops.fa.forward with a short way for the common call, which the host time needs."""
 
-    def __call__(self, /, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, q: Any = None, k: Any = None, v: Any = None, /, *args: Any, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        if is_compiling():
+            return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         try:
-            if len(args) == 3 and not is_compiling() and _plain(*args, options):
-                return _RAW(*args, **options)
-            return _PACKET_CALL(self, *args, **options)
+            if _plain(q, k, v, options):
+                return _RAW(q, k, v, *args, **options)
+            return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         except RuntimeError as error:
-            return _second_try(error, args, options)
+            return _second_try(error, (*_given(q, k, v), *args), options)
+
+
+def _given(*args: Any) -> list[Any]:
+    """The positional arguments that were passed: others came by name, or are missing."""
+    return [value for value in args if value is not None]
 
 
 _FORWARD.__class__ = ForwardPacket

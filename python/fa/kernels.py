@@ -28,8 +28,8 @@ Spec = Tensor | Sequence[Any]  # a tensor, or (shape, dtype, device)
 def kernels() -> list[dict[str, Any]]:
     """Every kernel row of this build, in the order of the table.
 
-    Each is a dict: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n (keys),
-    stages, threads, smem_bytes, and registers and local_bytes per thread (-1 without a GPU).
+    Each is a dict: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n
+    (keys), stages, threads, smem_bytes, and registers and local_bytes per thread (-1 without a GPU).
 
     Raises ImportError, with the command that builds it, where libfa.so is missing.
     """
@@ -37,7 +37,7 @@ def kernels() -> list[dict[str, Any]]:
 
 
 class _Call:
-    """The arguments of `fa.attention` as a plan needs them: options of the operator, meta tensors."""
+    """The arguments of `fa.attention` as a plan needs them: operator options, meta tensors."""
 
     def __init__(self, q: Spec, k: Spec, v: Spec, options: dict[str, Any]) -> None:
         options = dict(options)

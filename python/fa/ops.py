@@ -41,7 +41,13 @@ def _meaning(options: dict[str, Any]) -> dict[str, Any]:
 def _forward_torch(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     _validate.forward(q, k, v, options, kernels=False)
     _validate.contents(q, k, options)
-    return cpu.forward(q, k, v, **_meaning(options))
+    with _exactly(q):
+        return cpu.forward(q, k, v, **_meaning(options))
+
+
+def _exactly(t: Tensor) -> torch.autocast:
+    """Autocast has chosen the dtypes of the inputs; it must not choose those of every product."""
+    return torch.autocast(t.device.type, enabled=False)
 
 
 def _forward_cpu(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -72,7 +78,8 @@ def _forward_out_torch(
     _validate.outputs(q, k, v, options, out, lse, kernels=False)
     _validate.contents(q, k, options)
     options["out_dtype"] = out.dtype
-    result, result_lse = cpu.forward(q, k, v, **_meaning(options))
+    with _exactly(q):
+        result, result_lse = cpu.forward(q, k, v, **_meaning(options))
     out.copy_(result)
     lse.copy_(result_lse)
 
@@ -82,7 +89,8 @@ def _backward_torch(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _validate.backward(dout, q, k, v, out, lse, options, kernels=False)
     _validate.contents(q, k, options)
-    return cpu.backward(dout, q, k, v, out, lse, **_meaning(options))
+    with _exactly(q):
+        return cpu.backward(dout, q, k, v, out, lse, **_meaning(options))
 
 
 def _backward_cpu(
@@ -236,8 +244,9 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
         options = {**options, "softmax_scale": dim_qk**-0.5}
     q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
     out, lse = _recorded(q, k, v, options)
-    # A copy, for out is dense in q's dimension order.
-    return out[..., :dim_v].clone(), lse
+    if out.shape[-1] != dim_v:
+        out = out.narrow(-1, 0, dim_v).clone()  # out is dense, in the same dimension order
+    return out, lse
 
 
 def combine(
@@ -246,9 +255,10 @@ def combine(
     """`fa::combine`: torch operations on every device."""
     _validate.combine(out_partial, lse_partial, out_dtype)
     autograd.refuse_forward_mode(out_partial, lse_partial)
-    if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
-        return autograd.Combine.apply(out_partial, lse_partial, out_dtype)
-    return cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
+    with _exactly(out_partial):
+        if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
+            return autograd.Combine.apply(out_partial, lse_partial, out_dtype)
+        return cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
 
 
 def _append_kv(*args: Any, **options: Any) -> None:

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# How do tests get a libfa.so with rows, and a libfa_torch.so, where nothing is built?
+"""The host side and the torch operators, compiled with the table of tests/cpp/fixture.h.
+
+Its rows plan like real ones and cannot launch. Takes about six seconds, once per session.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+_REGISTRY = """
+#include "tests/cpp/fixture.h"
+namespace fa {
+std::span<const KernelEntry* const> kernels() { return %s; }
+}  // namespace fa
+"""
+
+
+def compiler() -> str | None:
+    return shutil.which("g++")
+
+
+def build(folder: Path, table: str = "test::kTable", shim: bool = True) -> Path:
+    """libfa.so (and libfa_torch.so) in `folder`; `table` is a C++ expression of the rows."""
+    registry = folder / "registry.cpp"
+    registry.write_text(_REGISTRY % table)
+    sources = [str(p) for d in ("api", "host") for p in (ROOT / "kernels_common" / d).glob("*.cpp")]
+    common = [str(compiler()), "-O1", "-fPIC", "-shared", f"-I{ROOT}", "-Wl,-z,now"]
+    library = folder / "libfa.so"
+    names = ["-std=c++20", "-Wl,-soname,libfa.so", *sources, str(registry), "-o", str(library)]
+    subprocess.run([*common, *names], check=True)
+    if shim:
+        build_shim(folder)
+    return library
+
+
+def build_shim(folder: Path) -> Path:
+    """libfa_torch.so from python/torch_ops.cpp, as CMake links it."""
+    stub = folder / "libtorch_name.so"
+    source = folder / "name.c"
+    source.write_text("int fa_stub_for_the_name_libtorch;\n")
+    common = [str(compiler()), "-fPIC", "-shared"]
+    soname = "-Wl,-soname,libtorch.so"
+    subprocess.run([*common, "-x", "c", str(source), soname, "-o", str(stub)], check=True)
+    shim = folder / "libfa_torch.so"
+    subprocess.run(
+        [
+            *(*common, "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}"),
+            *(str(ROOT / "python" / "torch_ops.cpp"), "-Wl,--no-as-needed", str(stub)),
+            *(str(folder / "libfa.so"), "-Wl,-rpath,$ORIGIN", "-o", str(shim)),
+        ],
+        check=True,
+    )
+    return shim
