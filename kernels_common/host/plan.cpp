@@ -30,6 +30,16 @@ int section_heads(const Problem& p, const DeviceInfo& device, int heads) {
       std::clamp<int64_t>(std::min<int64_t>(key_heads, heads) * group, 1, heads));
 }
 
+// Hopper rows are persistent: one block per multiprocessor works through its tiles while the next
+// ones are loading. Ampere rows gain nothing from that, and how many of their blocks fit on a
+// multiprocessor depends on registers, which only the device knows: one block per tile lets it
+// start the next block of the order wherever one ends. Reserved multiprocessors bound both.
+int grid_of(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int num_tiles) {
+  if (row.config.arch != 90 && p.reserve_sms == 0) return num_tiles;
+  return static_cast<int>(
+      std::min<int64_t>(num_tiles, int64_t{device.sm_count} * blocks_per_sm(row, device)));
+}
+
 bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
   return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
 }
@@ -51,10 +61,8 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   plan->num_splits = 1;
   plan->workspace_bytes = 0;
   plan->sm_count = device.sm_count;
-  plan->blocks_per_sm = blocks_per_sm(row, device);
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
-  plan->grid = static_cast<int>(
-      std::min<int64_t>(num_tiles, int64_t{device.sm_count} * plan->blocks_per_sm));
+  plan->grid = grid_of(row, p, device, num_tiles);
   const int section = p.empty() ? 1 : section_heads(p, device, static_cast<int>(heads));
   // tile_coord() multiplies tiles_m by the section, which is at most num_tiles and therefore fits.
   plan->order =
@@ -99,22 +107,23 @@ LaunchArgs bind(const Plan& plan, const Problem& p) {
 std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& device, Table table) {
   const KernelEntry& row = *plan.main;
   char text[1024];
-  std::snprintf(text, sizeof(text),
-                "call       %s; batch %d, seqlen %d x %d, heads %d / %d\n"
-                "device     %s, %d SMs, %d bytes of shared memory per block\n"
-                "row        %s (arch %d, %d threads, %d bytes of shared memory)\n"
-                "tiles      %d x %d, %d row tiles x %d heads = %d\n"
-                "grid       %d blocks, %d per SM\n"
-                "tile order longest first, sections of %d heads\n"
-                "splits     %d\n"
-                "workspace  %zu bytes\n",
-                describe_call(p).c_str(), p.seq.batch,
-                p.packed_q() ? p.seq.total_q : p.seq.seqlen_q,
-                p.packed_k() ? p.seq.total_k : p.seq.seqlen_k, p.heads_q, p.heads_k,
-                describe_device(device).c_str(), device.sm_count, device.smem_per_block, row.id,
-                row.config.arch, row.threads, row.smem_bytes, row.config.tile_m, row.config.tile_n,
-                plan.order.tiles_m, plan.order.heads, plan.order.num_tiles, plan.grid,
-                plan.blocks_per_sm, plan.order.section, plan.num_splits, plan.workspace_bytes);
+  std::snprintf(
+      text, sizeof(text),
+      "call       %s; batch %d, seqlen %d x %d, heads %d / %d\n"
+      "device     %s, %d SMs, %d bytes of shared memory per block\n"
+      "row        %s (arch %d, %d threads, %d bytes of shared memory)\n"
+      "tiles      %d x %d, %d row tiles x %d heads = %d\n"
+      "grid       %d blocks, %s\n"
+      "tile order longest first, sections of %d heads\n"
+      "splits     %d\n"
+      "workspace  %zu bytes\n",
+      describe_call(p).c_str(), p.seq.batch, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q,
+      p.packed_k() ? p.seq.total_k : p.seq.seqlen_k, p.heads_q, p.heads_k,
+      describe_device(device).c_str(), device.sm_count, device.smem_per_block, row.id,
+      row.config.arch, row.threads, row.smem_bytes, row.config.tile_m, row.config.tile_n,
+      plan.order.tiles_m, plan.order.heads, plan.order.num_tiles, plan.grid,
+      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
+      plan.order.section, plan.num_splits, plan.workspace_bytes);
   std::string lines = text;
   if (plan.grid == 0) lines += "note       no query row: nothing is launched\n";
   if (falls_back(plan, p, device)) {

@@ -11,9 +11,8 @@ namespace fa {
 
 struct Plan {
   const KernelEntry* main;
-  int num_splits;     // 1: the keys are not split
-  int blocks_per_sm;  // that the grid counts on
-  int grid;           // thread blocks; 0: nothing to write, nothing is launched
+  int num_splits;  // 1: the keys are not split
+  int grid;        // thread blocks; 0: nothing to write, nothing is launched
   int sm_count;
   TileOrder order;
   size_t workspace_bytes;

@@ -72,9 +72,11 @@ int64_t row_tiles(const KernelEntry& entry, const Problem& p) {
 int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {
   if (entry.config.arch == 90) return 1;  // its register budget fills the multiprocessor
   constexpr int kReserved = 1024;         // shared memory the system takes per block
+  constexpr int kRegisters = 65536, kMostPerThread = 256;
   const int by_smem = device.smem_per_sm / (entry.smem_bytes + kReserved);
   const int by_threads = device.threads_per_sm / entry.threads;
-  return std::max(1, std::min(by_smem, by_threads));
+  const int by_registers = kRegisters / (kMostPerThread * entry.threads);
+  return std::max(1, std::min({by_smem, by_threads, by_registers}));
 }
 
 float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {

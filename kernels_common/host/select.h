@@ -49,8 +49,8 @@ float cost(const KernelEntry& entry, const Problem& problem, const DeviceInfo& d
 fa_status select(const Problem& problem, const DeviceInfo& device, Table table,
                  const KernelEntry** entry);
 
-// Blocks of this row that one multiprocessor holds at a time, as far as threads and shared memory
-// tell.
+// Blocks of this row that one multiprocessor surely holds at a time, should a thread need every
+// register.
 int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device);
 
 // Row tiles of one head (packed: the bound of all sequences together).

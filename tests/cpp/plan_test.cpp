@@ -33,8 +33,8 @@ void golden_plans() {
       // of 40 MiB.
       {"h200", Call(2, 4096, 4096, 16, 16, 128).causal().h200(), "sm90_fwd_bf16_d128_band", 132, 32,
        32, 12},
-      {"a100", Call(2, 4096, 4096, 16, 16, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 216, 32,
-       32, 10},
+      {"a100", Call(2, 4096, 4096, 16, 16, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 1024,
+       32, 32, 10},
       {"h200 gqa", Call(2, 4096, 4096, 32, 8, 128).h200(), "sm90_fwd_bf16_d128_none", 132, 32, 64,
        48},
       {"h200 d64", Call(1, 1000, 1000, 4, 4, 64).h200(), "sm90_fwd_bf16_d64_none", 24, 6, 4, 4},
@@ -69,6 +69,10 @@ void grid_follows_the_device() {
   expect_equal(plan_call(call).plan.grid, 112, "grid with 20 reserved SMs");
   call.params.options.reserve_sms = 1000;
   expect_equal(plan_call(call).plan.grid, 1, "grid with every SM reserved");
+  // Two blocks of 128 threads may hold all registers; without a reserve there is one per tile.
+  call = Call(8, 4096, 4096, 16, 16, 128).a100();
+  call.params.options.reserve_sms = 8;
+  expect_equal(plan_call(call).plan.grid, 200, "grid of an Ampere row with 8 reserved SMs");
   call = Call(70000, 128, 64, 16, 16, 128).h200();
   expect_equal(plan_call(call).plan.order.num_tiles, 1120000, "tiles");
   call = Call(1 << 20, 1 << 15, 64, 16, 16, 128).h200();

@@ -15,6 +15,7 @@ import shutil
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -319,7 +320,7 @@ assert "torch" not in sys.modules and "libtorch" not in maps and "libcuda.so" no
 def test_explain_on_a_nominal_h200(with_rows: ctypes.CDLL) -> None:
     text = _lib.explain(_lib.FORWARD, call(causal=True, **H200))
     assert re.search(r"^row +sm90_fwd_bf16_d128_band ", text, re.M), text
-    assert "132 SMs" in text and re.search(r"^grid +132 blocks, 1 per SM", text, re.M), text
+    assert "132 SMs" in text and re.search(r"^grid +132 blocks, each", text, re.M), text
     assert re.search(r"^workspace +0 bytes", text, re.M), text
     assert "fallback" not in text
     assert _lib.why_not(_lib.FORWARD, call(causal=True, **H200)) is None
@@ -442,6 +443,22 @@ def test_unbuilt_options_are_refused(
     assert str(refusal.value).startswith("fa: not supported: ")
     with pytest.raises(NotImplementedError, match="the row is a forward, the call a backward"):
         _lib.workspace_size(_lib.BACKWARD, call(**H200))
+
+
+def test_error_texts_belong_to_their_thread(library: ctypes.CDLL) -> None:
+    size = ctypes.c_size_t()
+
+    def text_after(batch: int) -> str:
+        fields = dict(zip(_abi.FIELDS, _abi.unpack(call(**H200)), strict=True))
+        params = _abi.pack_params({**fields, "shape.batch": batch})
+        assert library.fa_workspace_size(_lib.FORWARD, params, ctypes.byref(size)) == 1
+        return library.fa_last_error().decode()
+
+    mine = text_after(-1)
+    with ThreadPoolExecutor(1) as other:
+        assert "shape.batch is -2" in other.submit(text_after, -2).result()
+        assert "shape.batch is -2" in other.submit(library.fa_last_error).result().decode()
+    assert library.fa_last_error().decode() == mine
 
 
 def test_statuses_become_exceptions() -> None:
