@@ -365,3 +365,17 @@ def test_combine_gradient() -> None:
     out = torch.randn(3, 1, 2, 2, 4, generator=generator).double().requires_grad_()
     lse = torch.randn(3, 1, 2, 2, generator=generator).double().requires_grad_()
     assert torch.autograd.gradcheck(Combine.apply, (out, lse))
+
+
+def test_a_hidden_gradient_is_selected_away() -> None:
+    """dS of keys that a row does not see is 0 even where dP is NaN."""
+    case = Case(dtype="fp32", q=64, k=64, causal=True)
+    inputs, clean = sample(case)
+    row, inputs.dout[:, 0] = inputs.dout[:, 0].clone(), 0.0
+    without = run(inputs)
+    inputs.dout[:, 0] = math.nan
+    dirty = run(inputs)
+    assert_bitwise("dk", dirty.dk[:, 1:], without.dk[:, 1:])
+    assert torch.isnan(dirty.dq[:, 0]).all() and torch.isfinite(dirty.dq[:, 1:]).all()
+    inputs.dout[:, 0] = row
+    assert_bitwise_result(run(inputs), clean)
