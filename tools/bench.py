@@ -25,10 +25,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench_cells as cells
-import bench_impls as impls
 import torch
 
+import bench_cells as cells
+import bench_impls as impls
 import fa
 
 OPS = ("forward", "host", "gemm", "copy")

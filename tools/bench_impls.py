@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from bench_cells import Cell
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa
+from bench_cells import Cell
 
 L2_FLUSH_BYTES = 256 << 20
 TOLERANCE = {"bfloat16": 4e-2, "float16": 8e-3}  # largest difference of two right answers

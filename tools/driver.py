@@ -17,8 +17,9 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import libfa
 import numpy as np
+
+import libfa
 
 # Streaming multiprocessors and shared memory of an A100 and an H200.
 NOMINAL = {80: (108, 166912), 90: (132, 232448)}

@@ -2,7 +2,9 @@
 # Which tests of this folder run here? All need a GPU, unless FA_TEST_DEVICE=cpu rehearses them.
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +24,54 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if not ON_CPU and FOLDER in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+
+
+# tools/gpu_check.sh starts another process for the files behind the one this names.
+STOPPED = "FA-TESTS-STOPPED-IN"
+HANG_SECONDS = float(os.environ.get("FA_TEST_HANG_SECONDS", "150"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  # type: ignore[no-untyped-def]
+    """After an illegal access every later CUDA call of the process fails: say so once and stop."""
+    report = yield
+    if report.failed and call.excinfo is not None and FOLDER in item.path.parents:
+        text = str(call.excinfo.value)
+        lost = ("illegal memory access", "misaligned address", "unspecified launch failure")
+        if any(words in text for words in (*lost, "illegal instruction", "device-side assert")):
+            item.session.shouldstop = f"the CUDA context is lost: {STOPPED} {_relative(item)}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):  # type: ignore[no-untyped-def]
+    """A kernel that never ends blocks its process for good: name the test and leave."""
+
+    def leave() -> None:
+        text = f"\n{item.nodeid} did not end in {HANG_SECONDS:.0f} s. {STOPPED} {_relative(item)}\n"
+        os.write(_terminal, text.encode())
+        os._exit(86)
+
+    watchdog = threading.Timer(HANG_SECONDS, leave)
+    watchdog.daemon = True
+    watchdog.start()
+    try:
+        return (yield)
+    finally:
+        watchdog.cancel()
+
+
+_terminal = 2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps a way to the terminal; while options are read, pytest captures nothing yet."""
+    global _terminal
+    _terminal = os.dup(2)
+
+
+def _relative(item: pytest.Item) -> str:
+    return item.path.relative_to(FOLDER.parents[1]).as_posix()
 
 
 @pytest.fixture

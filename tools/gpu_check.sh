@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: BSD-3-Clause
+# Is this build right and fast on this GPU? Build if needed, tests, sanitizers, fuzzer, bench; one summary.
+#
+#   tools/gpu_check.sh [quick|full]                  every stage (default quick)
+#   tools/gpu_check.sh stage NAME[,NAME…] [quick|full]
+#
+# Stages: build, tests, sanitize, fuzz, bench. Each has a time limit (FA_LIMIT_<NAME> in seconds changes it), a
+# log in FA_CHECK_OUT (default build/gpu_check), and does not stop the next one. The exit status is the number of
+# stages that failed. The package is found as Python finds it: installed, or on PYTHONPATH with lib/libfa.so in
+# it; else a library is built here (needs nvcc, CMake, ninja and the Python package nvidia-cutlass).
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit 1
+root=$PWD
+stages=build,tests,sanitize,fuzz,bench
+inside=
+case ${1:-} in
+  stage)
+    stages=${2:?which stage? build, tests, sanitize, fuzz or bench}
+    shift 2
+    ;;
+  --inside) # this script calls itself, because `timeout` needs a program
+    inside=$2
+    shift 2
+    ;;
+esac
+mode=${1:-quick}
+case $mode in quick | full) ;; *)
+  echo "mode '$mode': allowed are quick and full." >&2
+  exit 64
+  ;;
+esac
+python=${PYTHON:-python3}
+out=${FA_CHECK_OUT:-$root/build/gpu_check}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
+summary=()
+failed=0
+
+# The package: what Python finds, else the clone's with a library built here.
+"$python" -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("fa") is None)' ||
+  export PYTHONPATH="$root/python${PYTHONPATH:+:$PYTHONPATH}"
+library() { PYTHONPATH="$root/tools:${PYTHONPATH:-}" "$python" -c 'import libfa; print(libfa.library_path() or "")'; }
+if [ -z "$(library)" ] && [ -f "$root/build/release/lib/libfa.so" ]; then
+  export FA_LIBRARY=$root/build/release/lib/libfa.so
+fi
+
+# stage NAME SECONDS: the function of that name under a time limit, output to its log and here.
+stage() {
+  local name=$1 limit=$2 start=$SECONDS status word
+  [[ ",$stages," == *",$name,"* ]] || return 0
+  local variable=FA_LIMIT_${name^^}
+  limit=${!variable:-$limit}
+  echo "=== $name ($mode, at most $limit s)"
+  timeout --kill-after=10 "$limit" "$BASH" "$root/tools/gpu_check.sh" --inside "$name" "$mode" 2>&1 | tee "$out/$name.log"
+  status=${PIPESTATUS[0]}
+  case $status in
+    0) word=ok ;;
+    77) word="NOT RUN: $(grep '^not run: ' "$out/$name.log" | tail -n 1 | cut -d' ' -f3-)" ;;
+    124 | 137) word="FAILED: stopped after $limit s" ;;
+    *) word="FAILED (status $status)" ;;
+  esac
+  [ "$status" = 0 ] || [ "$status" = 77 ] || failed=$((failed + 1))
+  summary+=("$(printf '%-9s %4d s  %s' "$name" $((SECONDS - start)) "$word")")
+}
+
+build() {
+  local found
+  found=$(library)
+  if [ -n "$found" ]; then
+    echo "library: $found"
+  else
+    cmake --preset release && cmake --build --preset release || return 1
+  fi
+  "$python" tools/driver.py --plan
+}
+
+# A lost CUDA context or a kernel that hangs ends one pytest process; the files behind it get a new one.
+tests() {
+  local files=(tests/gpu/test_driver.py) file log=$out/pytest.txt worst=0 status rest
+  for file in tests/gpu/test_*.py; do [ "$file" = "${files[0]}" ] || files+=("$file"); done
+  local select=()
+  [ "$mode" = quick ] && select=(-k "not beyond and not 1000 and not sweep and not inductor")
+  while [ ${#files[@]} != 0 ]; do
+    "$python" -m pytest -q --durations=12 -p no:cacheprovider "${select[@]}" "${files[@]}" 2>&1 | tee "$log"
+    status=${PIPESTATUS[0]}
+    [ "$status" = 0 ] || [ "$status" = 5 ] || worst=$status
+    file=$(grep -o 'FA-TESTS-STOPPED-IN tests/gpu/test_[a-z_]*\.py' "$log" | tail -n 1 | cut -d' ' -f2)
+    [ -n "$file" ] || break
+    rest=()
+    while [ ${#files[@]} != 0 ] && [ "${files[0]}" != "$file" ]; do files=("${files[@]:1}"); done
+    [ ${#files[@]} -gt 1 ] && rest=("${files[@]:1}")
+    files=("${rest[@]}")
+    [ ${#files[@]} = 0 ] || echo "--- going on with: ${files[*]}"
+  done
+  return "$worst"
+}
+
+sanitize() { tools/sanitize.sh "$mode"; }
+
+fuzz() {
+  local count=1000
+  [ "$mode" = quick ] && count=300
+  "$python" tools/fuzz.py --count "$count" ${FA_FUZZ_SEED:+--seed "$FA_FUZZ_SEED"}
+}
+
+bench() {
+  if [ "$mode" = quick ]; then
+    "$python" tools/bench.py --quick --dims 64,128 --json "$out/bench.jsonl" ${FA_COMPARE:+--compare "$FA_COMPARE"}
+  else
+    "$python" tools/bench.py --json "$out/bench.jsonl" ${FA_COMPARE:+--compare "$FA_COMPARE"}
+  fi
+}
+
+if [ -n "$inside" ]; then
+  "$inside"
+  exit
+fi
+stage build 1800
+if [ -z "$(library)" ] && [ -f build/release/lib/libfa.so ]; then export FA_LIBRARY=$root/build/release/lib/libfa.so; fi
+stage tests 420
+stage sanitize 420
+stage fuzz 150
+stage bench 240
+echo "=== summary ($mode): $("$python" -c 'import torch
+print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", "torch", torch.__version__)')"
+printf '%s\n' "${summary[@]}"
+if [[ ",$stages," == *",tests,"* ]]; then grep -E '^[0-9]+ (passed|failed|skipped|error)| in [0-9.]+s' "$out/tests.log"; fi
+exit "$failed"
