@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import functools
 
-import fa
 import pytest
 import torch
+
+import fa
 from fa.integrations.transformers import attention_forward, attention_mask, register
 
 transformers = pytest.importorskip(

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
-import fa
 import torch
 from torch import Tensor
+
+import fa
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
@@ -261,7 +262,7 @@ def attention_forward(
         cu_q, cu_k = kwargs["cu_seq_lens_q"], kwargs["cu_seq_lens_k"]
         return _packed(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), options), None
     if attention_mask is None:
-        return fa.attention(q, k, v, **options), None
+        return cast(Tensor, fa.attention(q, k, v, **options)), None
     return _padded(q, k, v, attention_mask, options), None
 
 
@@ -306,7 +307,7 @@ def _packed(
     out = fa.attention_varlen(
         q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cu_q, cu_k, **options
     )
-    return out.unflatten(0, (q.shape[0], q.shape[1]))
+    return cast(Tensor, out).unflatten(0, (q.shape[0], q.shape[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -361,7 +362,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, An
         options["seqused_k"] = padding.end
     if padding.right and aligned:
         options["seqused_q"] = padding.used_q
-    return fa.attention(q, k, v, **options)
+    return cast(Tensor, fa.attention(q, k, v, **options))
 
 
 def _with_holes(
@@ -376,9 +377,8 @@ def _with_holes(
     mask = mask.to(q.device)
     batch, seqlen_q = q.shape[:2]
     rows = mask[:, mask.shape[1] - seqlen_q :] if aligned else mask.new_ones(batch, seqlen_q)
-    packed = fa.attention_varlen(
-        q[rows], k[mask], v[mask], _row_bounds(rows), _row_bounds(mask), **options
-    )
+    bounds = _row_bounds(rows), _row_bounds(mask)
+    packed = cast(Tensor, fa.attention_varlen(q[rows], k[mask], v[mask], *bounds, **options))
     out = packed.new_zeros(batch, seqlen_q, *packed.shape[1:])
     out[rows] = packed
     return out

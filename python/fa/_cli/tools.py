@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# How fast are the calls here, and where does their time go?
+"""`python -m fa bench` and `python -m fa profile`.
+
+`bench` hands its arguments to tools/bench.py of the source tree (peers, JSON lines). An installed
+package has no tools folder: there the table of the demo is measured instead. `profile` runs
+a few calls under torch's profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import fa
+from fa._cli import demo, lengths
+
+
+def run(arguments: Sequence[str], prog: str) -> int:
+    """Either command. Returns its exit code."""
+    return bench(arguments) if prog == "bench" else profile(arguments)
+
+
+def source_tool(name: str) -> Path | None:
+    """tools/<name> of the source tree this package lies in, or that is the current folder."""
+    package = Path(fa.__file__).resolve().parents[2]
+    for root in (package, Path.cwd()):
+        if (root / "tools" / "variants.csv").is_file() and (root / "tools" / name).is_file():
+            return root / "tools" / name
+    return None
+
+
+def bench(arguments: Sequence[str]) -> int:
+    """Runs tools/bench.py, or the demo's table where there is none."""
+    tool = source_tool("bench.py")
+    if tool is not None:
+        folder = str(Path(fa.__file__).resolve().parents[1])
+        path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+        command = [sys.executable, str(tool), *arguments]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
+    print(
+        "tools/bench.py, which times fa beside other libraries, is part of the source tree and not "
+        "of an installed package; run this in a clone for that. Here is the table of the demo:\n",
+        file=sys.stderr,
+    )
+    return demo.run(["--no-model", *arguments], "bench")
+
+
+def profile(arguments: Sequence[str]) -> int:
+    """A few calls under torch's profiler."""
+    parser = argparse.ArgumentParser(
+        prog="python -m fa profile",
+        description="Runs one causal call of fa.attention a few times under torch's profiler.",
+        epilog="For the counters of one kernel, on a machine with Nsight Compute: ncu "
+        "--kernel-name-base demangled -k regex:<row> -c 1 python -m fa profile",
+    )
+    parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu")
+    parser.add_argument("--length", type=int, default=2048, help="tokens (default 2048)")
+    parser.add_argument("--calls", type=int, default=5, help="default 5")
+    parser.add_argument("--trace", type=Path, help="also write a Chrome trace to this file")
+    options = parser.parse_args(arguments)
+    for name in ("length", "calls"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name}: {getattr(options, name)}; at least 1 is needed.")
+    try:
+        device, note = demo.choose_device(options.device)
+    except ValueError as error:
+        parser.error(f"--device: {error}")
+    if note:
+        print(note)
+    on_gpu = device.type == "cuda"
+    plan = lengths.plan(device, torch.bfloat16 if on_gpu else torch.float32, quick=True)
+    q, k, v = lengths.inputs(plan, options.length)
+    print(fa.explain(q, k, v, causal=True).rstrip() + "\n")
+    kinds = [torch.profiler.ProfilerActivity.CPU]
+    if on_gpu:
+        kinds.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.no_grad():
+        lengths.fa_attention(q, k, v)
+        with torch.profiler.profile(activities=kinds) as profiler:
+            for _ in range(options.calls):
+                lengths.fa_attention(q, k, v)
+            if on_gpu:
+                torch.cuda.synchronize(device)
+    order = "self_cuda_time_total" if on_gpu else "self_cpu_time_total"
+    print(profiler.key_averages().table(sort_by=order, row_limit=12, max_name_column_width=40))
+    if options.trace is not None:
+        profiler.export_chrome_trace(str(options.trace))
+        print(f"Trace: {options.trace.resolve()}")
+    return 0
