@@ -92,7 +92,9 @@ fa_status check_stride(const char* name, const char* which, int64_t stride, int3
   return FA_OK;
 }
 
-fa_status check_tensor(const char* name, const fa_tensor& t, const Extent& e, DataCheck data) {
+// `transposable`: the tensor may come with contiguous rows instead of a contiguous last dimension.
+fa_status check_tensor(const char* name, const fa_tensor& t, const Extent& e, DataCheck data,
+                       bool transposable) {
   const auto address = reinterpret_cast<uintptr_t>(t.data);
   if (address == 0 && data == DataCheck::kRequired && !e.empty())
     return fail(FA_ERROR_INVALID,
@@ -103,7 +105,7 @@ fa_status check_tensor(const char* name, const fa_tensor& t, const Extent& e, Da
                 "aligned element.",
                 name, t.data);
   if (e.empty()) return FA_OK;
-  const bool transposed = t.dtype == FA_E4M3 && name[0] == 'v' && t.stride_row == 1;
+  const bool transposed = transposable && t.stride_row == 1;
   if (t.stride_dim != 1 && !transposed)
     return fail(FA_ERROR_INVALID,
                 "%s: the stride of the last dimension is %" PRId64
@@ -257,12 +259,34 @@ fa_status check_values(const fa_params& p) {
   return check_options(p.options);
 }
 
+namespace {
+
+// The LSE of two rows in one place would be a race as well.
+fa_status check_lse(const fa_lse& lse, const Extent& out) {
+  if (lse.data == nullptr || out.empty()) return FA_OK;
+  if (reinterpret_cast<uintptr_t>(lse.data) % sizeof(float) != 0)
+    return fail(FA_ERROR_INVALID, "lse: data %p is not aligned to 4 bytes. Pass a tensor of fp32.",
+                static_cast<void*>(lse.data));
+  const bool overlaps = (out.heads > 1 && lse.stride_head == 0) ||
+                        (!out.packed && out.batch > 1 && lse.stride_batch == 0);
+  if (overlaps)
+    return fail(FA_ERROR_INVALID,
+                "lse: a stride is 0 (head %" PRId64 ", batch %" PRId64
+                "), an output needs memory of its own. Pass a contiguous [B, Hq, Sq] tensor, or "
+                "NULL data if no LSE is wanted.",
+                lse.stride_head, lse.stride_batch);
+  return FA_OK;
+}
+
+}  // namespace
+
 fa_status check_tensors(const fa_params& p, const Extents& e, DataCheck data) {
-  FA_TRY(check_tensor("q", p.q, e.q, data));
-  FA_TRY(check_tensor("k", p.k, e.k, data));
-  FA_TRY(check_tensor("v", p.v, e.v, data));
-  FA_TRY(check_tensor("out", p.out, e.out, data));
-  return check_output("out", p.out, e.out);
+  FA_TRY(check_tensor("q", p.q, e.q, data, false));
+  FA_TRY(check_tensor("k", p.k, e.k, data, false));
+  FA_TRY(check_tensor("v", p.v, e.v, data, p.v.dtype == FA_E4M3));
+  FA_TRY(check_tensor("out", p.out, e.out, data, false));
+  FA_TRY(check_output("out", p.out, e.out));
+  return check_lse(p.lse, e.out);
 }
 
 }  // namespace fa

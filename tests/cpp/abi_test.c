@@ -172,6 +172,8 @@ static void refusals(void) {
   INVALID(q.stride_batch, 4, "q: batch stride 4 is not a multiple of 8");
   INVALID(q.stride_row, -1024, "q: row stride is -1024, it must not be negative");
   INVALID(out.stride_row, 0, "out: a stride is 0");
+  INVALID(lse.data, (float*)0x10002, "lse: data 0x10002 is not aligned to 4 bytes");
+  INVALID(lse.data, (float*)0x10000, "lse: a stride is 0 (head 0, batch 0)");
   INVALID(mask.window_left, -2, "mask.window_left is -2");
   INVALID(mask.window_right, -7, "mask.window_right is -7");
   INVALID(mask.chunk, -1, "mask.chunk is -1");
