@@ -315,7 +315,6 @@ void launch(const Call& c) {
 void dry_launch(const Call& c) {
   fa_params params = c.params;
   last_params = params;
-  if (params.options.force_arch == 0) params.options.force_arch = 90;
   params.options.sm_count = 132;
   params.options.smem_limit = 232448;
   size_t bytes = 0;

@@ -17,10 +17,15 @@ from fa._layout import lse_dtype
 from fa._schemas import SCHEMAS
 from fa.functional import window_options
 
-# (architecture, multiprocessors, bytes of shared memory that one block can have)
-NOMINAL = {"h200": (90, 132, 232448), "h100": (90, 132, 232448), "a100": (80, 108, 166912)}
-NOMINAL["rtx3090"] = (80, 82, 101376)
-NOMINAL["rtx4090"] = (80, 128, 101376)
+# Multiprocessors, and bytes of shared memory that one block can have: the library knows a Hopper
+# GPU by the latter.
+NOMINAL = {
+    "h200": (132, 232448),
+    "h100": (132, 232448),
+    "a100": (108, 166912),
+    "rtx3090": (82, 101376),
+    "rtx4090": (128, 101376),
+}
 
 Spec = Tensor | Sequence[Any]  # a tensor, or (shape, dtype, device)
 
@@ -29,7 +34,7 @@ def kernels() -> list[dict[str, Any]]:
     """Every kernel row of this build, in the order of the table.
 
     Each is a dict: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n
-    (keys), stages, threads, smem_bytes, and registers and local_bytes per thread (-1 without a GPU).
+    (keys), stages, threads, smem_bytes; registers and local_bytes per thread (-1 without a GPU).
 
     Raises ImportError, with the command that builds it, where libfa.so is missing.
     """
@@ -78,7 +83,7 @@ class _Call:
             )
         _validate.forward(self.q, self.k, self.v, self.options, kernels=kernels)
 
-    def params(self, nominal: tuple[int, int, int] | None = None) -> bytes:
+    def params(self, nominal: tuple[int, int] = (0, 0)) -> bytes:
         """fa_params without addresses; head dims padded as fa::forward pads them."""
         options = dict(self.options)
         if options.get("softmax_scale") is None:
@@ -87,12 +92,11 @@ class _Call:
             torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
             for t in (self.q, self.k, self.v)
         )
-        arch, sms, smem = nominal or (0, 0, 0)
         return _abi.params_from_tensors(
             *(q, k, v),
-            force_arch=_cuda.force_arch() or arch,
-            sm_count=sms,
-            smem_limit=smem,
+            force_arch=_cuda.force_arch(),
+            sm_count=nominal[0],
+            smem_limit=nominal[1],
             addresses=False,
             **options,
         )
