@@ -16,8 +16,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from fa import reference
 from torch import Tensor
+
+from fa import reference
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -573,6 +574,8 @@ def _masks() -> list[Case]:
         Case(q=200, k=333, chunk=50),
         Case(q=333, k=200, chunk=70, causal=True, tag="negative_positions"),
         Case(q=150, k=260, chunk=100, window=(30, 200)),
+        # Rows of one tile whose first keys lie further apart than a tile of keys is wide.
+        Case(heads_q=1, dim=32, q=300, k=1300, chunk=1250, tag="far_apart"),
         Case(q=(100, 33, 5), k=(100, 133, 2), window=(20, 0), heads_q=4, heads_k=2),
     ]
 

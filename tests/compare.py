@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import torch
+from torch import Tensor
+
 from cases import Inputs
 from fa import reference
-from torch import Tensor
 
 ROW_BLOCK = 64
 

@@ -102,7 +102,7 @@ def test_tiles_hold_exactly_what_is_visible(monkeypatch: pytest.MonkeyPatch) -> 
 def test_many_small_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every loop runs more than once: rows, keys, heads and batch entries."""
     monkeypatch.setattr(_cpu_tiles, "TILE_M", 16)
-    monkeypatch.setattr(_cpu_tiles, "TILE_N", 24)
+    monkeypatch.setattr(_cpu_tiles, "TILE_N", 8)
     monkeypatch.setattr(_cpu_tiles, "TILE_SCORES", 900)
     inputs = case.make()
     assert_result(run(inputs), expected(inputs))

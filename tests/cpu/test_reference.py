@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from fa import reference
 from torch import Tensor
 from torch.autograd import gradcheck
+
+from fa import reference
 
 FEATURES: dict[str, dict[str, Any]] = {
     "plain": {},
