@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <bit>
 #include <cstdio>
+#include <cstdlib>
 #include <vector>
 
 #include "kernels_common/host/error.h"
@@ -44,21 +45,24 @@ const char* short_op(Op op) {
   return op == Op::kForward ? "fwd" : op == Op::kBackward ? "bwd" : op_name(op);
 }
 
-// How far a row is from a call: a row of another op or dtype says little to the reader.
-int distance(uint32_t bits) {
-  int weight = 4 * std::popcount(bits);
-  if (bits & kMisfitOp) weight += 1000;
-  if (bits & kMisfitDType) weight += 100;
-  if (bits & (kMisfitDevice | kMisfitForcedArch)) weight += 30;
-  if (bits & (kMisfitDimQk | kMisfitDimV)) weight += 10;
-  return weight;
+// How far a row is from a call: a row of another op or dtype says little to the reader; among
+// equals the one with the least padding comes first.
+int distance(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
+  const uint32_t bits = misfits(entry, p, device);
+  int weight = 400 * std::popcount(bits);
+  if (bits & kMisfitOp) weight += 100000;
+  if (bits & kMisfitDType) weight += 10000;
+  if (bits & (kMisfitDevice | kMisfitForcedArch)) weight += 3000;
+  if (bits & (kMisfitDimQk | kMisfitDimV)) weight += 1000;
+  const KernelConfig& row = entry.config;
+  return weight + (std::abs(row.head_dim_qk - p.dim_qk) + std::abs(row.head_dim_v - p.dim_v)) / 8;
 }
 
 std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& device,
                                             Table table) {
   std::vector<const KernelEntry*> rows(table.begin(), table.end());
   std::stable_sort(rows.begin(), rows.end(), [&](const KernelEntry* a, const KernelEntry* b) {
-    return distance(misfits(*a, p, device)) < distance(misfits(*b, p, device));
+    return distance(*a, p, device) < distance(*b, p, device);
   });
   return rows;
 }
@@ -66,7 +70,7 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
 // The head dim of the row that would be needed: the kernel sizes in use are 64, 128, 192 and 256.
 int row_dim(int dim) { return (dim + 63) / 64 * 64; }
 
-// Options that no column of the table can state yet; their kernels have to be written first.
+// What has to be written before a row can serve the call.
 std::string missing_parts(const Problem& p) {
   std::string parts;
   const auto add = [&parts](bool missing, const char* name) {
@@ -79,9 +83,12 @@ std::string missing_parts(const Problem& p) {
   add(p.paged, "a paged loader");
   add(p.descale, "descales");
   add(p.dropout_p > 0, "dropout");
-  add(p.num_splits > 1, "split and combine");
+  add(p.num_splits > 1, "splitting the keys");
   return parts;
 }
+
+// Options that no column of the table can state yet.
+bool beyond_the_table(const Problem& p) { return p.descale || p.dropout_p > 0 || p.num_splits > 1; }
 
 // The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
 // starting point.
@@ -234,14 +241,15 @@ fa_status refuse(const Problem& p, const DeviceInfo& device, Table table) {
   if (std::none_of(table.begin(), table.end(), serves)) return refuse_device(device, table);
   const auto rows = by_nearness(p, device, table);
   const std::string parts = missing_parts(p);
-  const std::string line = needed_line(p, device, rows.empty() ? nullptr : rows.front());
+  const std::string remedy = beyond_the_table(p) ? "No column of tools/variants.csv states that."
+                                                 : "The row needed in tools/variants.csv: " +
+                                                       needed_line(p, device, rows.front());
   return fail(FA_ERROR_UNSUPPORTED,
-              "fa: not supported: %s on %s. Nearest of %zu rows: %s. %s%s%sThe row needed in "
-              "tools/variants.csv: %s",
+              "fa: not supported: %s on %s. Nearest of %zu rows: %s. %s%s%s%s",
               describe_call(p).c_str(), describe_device(device).c_str(), table.size(),
               nearest_rows(p, device, table, 3, " | ").c_str(),
               parts.empty() ? "" : "Not built yet: ", parts.c_str(), parts.empty() ? "" : ". ",
-              line.c_str());
+              remedy.c_str());
 }
 
 }  // namespace fa

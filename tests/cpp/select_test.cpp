@@ -123,6 +123,12 @@ void options_without_rows() {
       },
       "no page table");
   refused([](fa_params& p) { p.k.dtype = p.v.dtype = FA_E4M3; }, "fp8 arithmetic");
+  // The rows of the call's own size come first; what no column can state gets no line.
+  Call small = Call(2, 512, 512, 8, 8, 64).h200();
+  small.params.score.softcap = 30;
+  expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 8 rows: sm90_fwd_bf16_d64_band: ");
+  small.params.options.num_splits = 2;
+  expect_refused(small, FA_ERROR_UNSUPPORTED, "No column of tools/variants.csv states that.");
   Call backward = Call(2, 512, 512, 8, 8, 128).h200();
   Problem problem;
   DeviceInfo device;
