@@ -179,9 +179,15 @@ def pack_params(fields: Mapping[str, Any] | None = None, /, **named: Any) -> byt
     return pack(*values)
 
 
+_codes: dict[object, int] = {}  # a dtype's name costs more than all the rest of a tensor
+
+
 def dtype_code(dtype: object) -> int:
     """The fa_dtype of a torch or numpy-like dtype; 0 for one that libfa does not know."""
-    return DTYPES.get(str(dtype).rpartition(".")[2], 0)
+    code = _codes.get(dtype)
+    if code is None:
+        code = _codes[dtype] = DTYPES.get(str(dtype).rpartition(".")[2], 0)
+    return code
 
 
 def _strides(t: Any) -> tuple[int, ...]:
