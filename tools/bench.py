@@ -15,6 +15,7 @@ TFLOP/s counts 4·B·H·S²·D, half of it under a causal mask. One JSON line pe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import platform
 import subprocess
@@ -30,6 +31,7 @@ import torch
 import bench_cells as cells
 import bench_impls as impls
 import fa
+import libfa
 
 OPS = ("forward", "host", "gemm", "copy")
 LOSS = 0.03  # --compare fails on more
@@ -70,19 +72,25 @@ def _first_line(*command: str) -> str | None:
     return done.stdout.strip().splitlines()[0] if done.stdout.strip() else None
 
 
+def _commit() -> str:
+    """Of the clone; without git (a copy on a GPU machine) what the library was built from."""
+    folder = str(Path(__file__).resolve().parent)
+    known = _first_line("git", "-C", folder, "rev-parse", "HEAD")
+    if known is None:
+        with contextlib.suppress(Exception):
+            known = libfa.Library().version().split("+g")[1].split()[0]
+    return known or "unknown"
+
+
 def environment(options: argparse.Namespace) -> dict[str, Any]:
     """What every line of this run has in common."""
     cuda = options.device == "cuda"
-    folder = str(Path(__file__).resolve().parent)
+    query = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "commit": options.commit
-        or _first_line("git", "-C", folder, "rev-parse", "HEAD")
-        or "unknown",
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
+        "commit": options.commit or _commit(),
         "gpu": torch.cuda.get_device_name() if cuda else platform.processor() or "cpu",
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        if cuda
-        else None,
+        "driver": _first_line(*query) if cuda else None,
         "torch": torch.__version__,
         "run_id": uuid.uuid4().hex[:12],
     }

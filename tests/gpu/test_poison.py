@@ -21,8 +21,9 @@ CHOSEN = [
     if can_be_case(case)
     and case.cost < 2e8
     and case.features & {"seqused_k", "leftpad_k", "packed_k", "strided", "kv_batch_idx", "causal"}
-    and not case.features & {"odd_dim", *harness.NO_ROW}
-    and max(case.dim, case.dim_v) <= harness.LARGEST_DIM
+    and "odd_dim" not in case.features
+    and not case.features & harness.NO_ROW
+    and (harness.ON_CPU or harness.covered(case))
 ]
 
 
