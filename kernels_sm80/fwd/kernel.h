@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
                  smem_k = cute::cast_smem_ptr_to_uint(smem.k),
                  smem_v = cute::cast_smem_ptr_to_uint(smem.v);
 
-  for (int tile = blockIdx.x; tile < args.order.num_tiles; tile += gridDim.x) {
+  for (uint32_t tile = blockIdx.x; tile < uint32_t(args.order.num_tiles); tile += gridDim.x) {
     const int thread = thread_again();
     // Opaque per tile: else reciprocals that are the same for every tile occupy registers in the
     // key loop.
