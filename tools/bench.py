@@ -139,13 +139,14 @@ class Bench:
         modules = impls.peer_modules() if self.cuda and not o.no_peers else {}
         timer = impls.Timer(o.device, o.l2)
         backends = o.backends.split(",") if self.cuda else ["cpu"]
+        refused: dict[tuple[str, int, str, str], list[cells.Cell]] = {}
         for cell in table:
             tensors = impls.cell_tensors(cell, o.device)
             candidates = [] if o.no_peers else impls.peers(cell, tensors, modules)
             for backend in backends:
                 one = impls.ours(cell, tensors, backend)
                 if isinstance(one, str):
-                    self.notes.append(f"{cell.name}: no {backend} figure: {one.splitlines()[0]}")
+                    refused.setdefault((cell.dtype, cell.head_dim, backend, one), []).append(cell)
                 else:
                     candidates.append(one)
             chosen, notes = impls.usable(cell, candidates)
@@ -157,6 +158,9 @@ class Bench:
                 figures = {"tflops": cell.flops / seconds / 1e12, "gbs": cell.bytes / seconds / 1e9}
                 self.add(impl, timer, cell.fields() | figures)
             self._print_cell(cell, chosen)
+        for (dtype, dim, backend, reason), without in refused.items():
+            where = f"{dtype} d{dim}, {len(without)} cells: no {backend} figure"
+            self.notes.append(f"{where}: {reason.splitlines()[0]}")
 
     def _print_cell(self, cell: cells.Cell, chosen: list[impls.Impl]) -> None:
         parts = []
@@ -233,8 +237,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"fa {fa.__version__}, {bench.common['gpu']}, torch {torch.__version__}, L2 {options.l2}")
     for op in options.ops:
         getattr(bench, op)()
-    if options.json:
-        cells.write_lines(options.json, bench.lines)
+        if options.json:  # after each, for a run that is cut short
+            cells.write_lines(options.json, bench.lines)
     report = cells.forward_table(bench.lines) + [""] + cells.other_table(bench.lines)
     print("\n".join(["", *report, "", *bench.notes]))
     print(f"{len(bench.lines)} measurements in {time.perf_counter() - start:.0f} s.")

@@ -31,7 +31,7 @@ NO_ROW = frozenset({"softcap", "alibi"})
 LARGEST_DIM = 128
 # What a Hopper row may leave to the Ampere rows. Everything else of a forward it must do.
 HOPPER_MAY_REFUSE = frozenset(
-    {"packed_q", "packed_k", "seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx", "out_fp32"}
+    {"packed_q", "packed_k", "seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx"}
 )
 
 
