@@ -30,11 +30,11 @@ try:
     from fa._version import __version__
     from fa.functional import append_kv, attention, attention_kvcache, attention_varlen, combine
     from fa.kernels import explain, kernels, supports
-except ModuleNotFoundError as _error:
-    if _error.name is None or not _error.name.startswith("fa."):
+except ImportError as _error:
+    if _error.name is None or _error.name.partition(".")[0] != "fa":
         raise
     raise ImportError(
-        f"The package `fa` in {list(__path__)} is not complete: {_error.name} is missing. PyPI's "
+        f"The package `fa` in {list(__path__)} is not complete ({_error.msg}). PyPI's "
         'unrelated package "fa" installs into the same folder. Remove both (pip uninstall fa '
         "fa-kernels), then install this project again."
     ) from _error

@@ -22,7 +22,7 @@ def _pairs(q: Tensor, k: Tensor, options: dict[str, Any]) -> int:
     heads = q.shape[-2]
     if cu_q is None and cu_k is None:
         return q.shape[0] * q.shape[1] * k.shape[1] * heads
-    batch = (cu_q if cu_q is not None else cu_k).shape[0] - 1
+    batch = next(t.shape[0] - 1 for t in (cu_q, cu_k) if t is not None)
     real = all(
         t is None or (t.device.type != "meta" and not isinstance(t, FakeTensor))
         for t in (cu_q, cu_k)

@@ -202,12 +202,12 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
                 f"has {batch}. Pass [batch + 1] = [{batch + 1}] entries."
             )
     else:
-        _agree("v", v, k, 0, "batch entries")
         if kv_index is None and k.shape[0] != batch:
             raise ValueError(
                 f"k: batch size {k.shape[0]} differs from q's {batch}. Expand k and v, or choose "
                 "cache rows with kv_batch_idx."
             )
+        _agree("v", v, k, 0, "batch entries")
     return batch
 
 

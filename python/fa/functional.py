@@ -165,11 +165,11 @@ def attention(
             names the argument, its value, and what is allowed.
         NotImplementedError: no kernel row covers the call; the message lists the nearest ones.
     """
-    if causal:
-        options["causal"] = True
+    if causal is not False:
+        options["causal"] = causal
     if window_size != (-1, -1):
         window_options(window_size, options)
-    if softcap:
+    if softcap != 0.0:
         options["softcap"] = softcap
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale

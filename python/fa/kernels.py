@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ NOMINAL = {
     "rtx4090": (128, 101376),
 }
 
-Spec = Tensor | Sequence[Any]  # a tensor, or (shape, dtype, device)
+Spec: TypeAlias = "Tensor | Sequence[Any]"  # a tensor, or (shape, dtype, device)
 
 
 def kernels() -> list[dict[str, Any]]:

@@ -171,34 +171,43 @@ def _refusal(
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
 
 
-# ---- fakes: shapes, dtypes and strides, nothing else -------------------------------------------
+# ---- fakes: shapes, dtypes and strides; a wrong call fails when it is traced --------------------
 
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    _validate.forward(q, k, v, options, kernels=False)
     out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype") or q.dtype)
     return out, q.new_empty(_validate.lse_shape(q, options), dtype=lse_dtype(q.dtype))
+
+
+def _forward_out_fake(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
+) -> None:
+    _validate.forward(q, k, v, options, kernels=False)
+    _validate.outputs(q, k, v, options, out, lse, kernels=False)
 
 
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _validate.backward(dout, q, k, v, out, lse, options, kernels=False)
     dtype = options.get("grad_dtype")
-    sinks = options.get("sinks")
     return (
         empty_like_order(q, q.shape, dtype or q.dtype),
         empty_like_order(k, k.shape, dtype or k.dtype),
         empty_like_order(v, v.shape, dtype or v.dtype),
-        q.new_empty(0) if sinks is None else torch.empty_like(sinks),
+        _dsinks_fake(q, options.get("sinks")),
     )
 
 
-def _backward_out_fake(*args: Any, q: Tensor | None = None, **options: Any) -> Tensor:
-    sinks = options.get("sinks")
-    return args[1].new_empty(0) if sinks is None else torch.empty_like(sinks)
+def _backward_out_fake(
+    dout: Tensor, q: Tensor, *args: Tensor, sinks: Tensor | None = None, **options: Any
+) -> Tensor:
+    return _dsinks_fake(q, sinks)
 
 
-def _nothing_fake(*args: Any, **options: Any) -> None:
-    return None
+def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
 
 
 # ---- composite operators -----------------------------------------------------------------------
@@ -315,8 +324,8 @@ def _register() -> None:
     for name, fake in (
         ("_forward", _forward_fake),
         ("_forward_torch", _forward_fake),
-        ("forward_out", _nothing_fake),
-        ("_forward_out_torch", _nothing_fake),
+        ("forward_out", _forward_out_fake),
+        ("_forward_out_torch", _forward_out_fake),
         ("backward", _backward_fake),
         ("backward_out", _backward_out_fake),
     ):

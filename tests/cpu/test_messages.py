@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Does every failure name the argument, its value, what is allowed, and what to do?
+"""The conditions of the error contract: exception type and text; afterwards all still works."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fa
+import host_build
+from fa import _lib, _validate
+
+OPS = torch.ops.fa
+INT = torch.int32
+ROOT = host_build.ROOT
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    g = torch.Generator().manual_seed(0)
+    shapes = ((2, 16, 4, 64), (2, 20, 2, 64), (2, 20, 2, 32))
+    return [torch.randn(*s, generator=g).to(dtype) for s in shapes]
+
+
+Q, K, V = tensors()
+PACKED = [Q.reshape(32, 4, 64), K.reshape(40, 2, 64), V.reshape(40, 2, 32)]
+CU = {
+    "cu_seqlens_q": torch.tensor([0, 5, 32], dtype=INT),
+    "cu_seqlens_k": torch.tensor([0, 9, 40], dtype=INT),
+}
+
+
+def cu(*ends: int) -> Tensor:
+    return torch.tensor(ends, dtype=INT)
+
+
+# (inputs, options, exception, what the text must hold: the name, the value, the cure)
+BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
+    "q's type": (["x", K, V], {}, TypeError, ["q", "str", "Tensor"]),
+    "option's type": ([Q, K, V], {"causal": "yes"}, TypeError, ["causal", "str", "bool"]),
+    "dtype": ([Q.int(), K, V], {}, ValueError, ["q:", "torch.int32", "torch.bfloat16", ".to("]),
+    "mixed": ([Q, K.half(), V], {}, ValueError, ["k:", "torch.float16", "torch.float32"]),
+    "device": ([Q, K, V.to("meta")], {}, ValueError, ["v:", "meta", "cpu", "Move"]),
+    "dims": ([Q[0], K, V], {}, ValueError, ["q:", "[16, 4, 64]", "[batch, seqlen, heads, dim]"]),
+    "packed dims": ([Q, *PACKED[1:]], CU, ValueError, ["q:", "[total, heads, dim]"]),
+    "rows": ([Q, K, V[:, 1:]], {}, ValueError, ["v:", "19 rows", "k has 20"]),
+    "heads of v": ([Q, K, V[:, :, 1:]], {}, ValueError, ["v:", "1 heads", "k has 2"]),
+    "head dim": ([Q, K[..., :32], V], {}, ValueError, ["k:", "32 head dim", "q has 64"]),
+    "no head dim": ([Q, K, V[..., :0]], {}, ValueError, ["v:", "head dim 0"]),
+    "batch": ([Q, K[:1], V[:1]], {}, ValueError, ["k:", "batch size 1", "q's 2", "kv_batch_idx"]),
+    "heads": ([Q[:, :, :3], K, V], {}, ValueError, ["q:", "3 heads", "multiple", "2"]),
+    "no heads": ([Q, K[:, :, :0], V[:, :, :0]], {}, ValueError, ["q:", "4 heads", "k's 0"]),
+    "scale": ([Q, K, V], {"softmax_scale": -2.0}, ValueError, ["softmax_scale", "-2.0", ">= 0"]),
+    "nan": ([Q, K, V], {"softmax_scale": float("nan")}, ValueError, ["softmax_scale", "nan"]),
+    "softcap": ([Q, K, V], {"softcap": -1.0}, ValueError, ["softcap", "-1.0", "0"]),
+    "left": ([Q, K, V], {"window_left": -2}, ValueError, ["window_left", "-2", "-1 means unlim"]),
+    "right": ([Q, K, V], {"window_right": -3}, ValueError, ["window_right", "-3", "unlimited"]),
+    "causal window": (
+        *([Q, K, V], {"causal": True, "window_right": 2}),
+        *(ValueError, ["window_right", "2", "causal=True", "causal=False"]),
+    ),
+    "chunk": ([Q, K, V], {"attention_chunk": -1}, ValueError, ["attention_chunk", "-1", "0"]),
+    "splits": ([Q, K, V], {"num_splits": -1}, ValueError, ["num_splits", "-1", "0"]),
+    "hint": ([Q, K, V], {"max_seqlen_q": -1}, ValueError, ["max_seqlen_q", "-1", "None"]),
+    "out_dtype": (
+        *([Q, K, V], {"out_dtype": torch.float16}),
+        *(ValueError, ["out_dtype", "torch.float16", "Allowed"]),
+    ),
+    "cu dtype": (
+        *(PACKED, {**CU, "cu_seqlens_q": CU["cu_seqlens_q"].long()}),
+        *(ValueError, ["cu_seqlens_q", "torch.int64", "torch.int32", ".int()"]),
+    ),
+    "cu shape": (
+        *(PACKED, {**CU, "cu_seqlens_k": cu(0, 40)}),
+        *(ValueError, ["cu_seqlens_k", "1 sequences", "2", "[3]"]),
+    ),
+    "cu falls": (
+        *(PACKED, {**CU, "cu_seqlens_k": cu(0, 41, 40)}),
+        *(ValueError, ["cu_seqlens_k", "[0, 41, 40]", "40 rows"]),
+    ),
+    "cu too long": (
+        *(PACKED, {**CU, "cu_seqlens_q": cu(0, 5, 33)}),
+        *(ValueError, ["cu_seqlens_q", "[0, 5, 33]", "32 rows"]),
+    ),
+    "used": (
+        *([Q, K, V], {"seqused_k": cu(3, 21)}),
+        *(ValueError, ["seqused_k", "entry 1 is 21", "20"]),
+    ),
+    "used shape": (
+        *([Q, K, V], {"seqused_q": cu(3, 4, 5)}),
+        *(ValueError, ["seqused_q", "[3]", "[2]"]),
+    ),
+    "leftpad": ([Q, K, V], {"leftpad_k": cu(0, -1)}, ValueError, ["leftpad_k", "entry 1 is -1"]),
+    "cache row": (
+        *([Q, K, V], {"kv_batch_idx": cu(0, 2)}),
+        *(ValueError, ["kv_batch_idx", "entry 1 is 2", "[0, 1]"]),
+    ),
+    "packed cache": (
+        *(PACKED, {**CU, "kv_batch_idx": cu(0, 1)}),
+        *(ValueError, ["kv_batch_idx", "cu_seqlens_k"]),
+    ),
+    "sinks": ([Q, K, V], {"sinks": torch.zeros(3)}, ValueError, ["sinks", "[3]", "[4]"]),
+    "sinks dtype": (
+        *([Q, K, V], {"sinks": torch.zeros(4).half()}),
+        *(ValueError, ["sinks", "torch.float16", "torch.float32"]),
+    ),
+    "slopes": (
+        *([Q, K, V], {"alibi_slopes": torch.zeros(3, 4)}),
+        *(ValueError, ["alibi_slopes", "[3, 4]", "[4] or [2, 4]"]),
+    ),
+    "dropout": ([Q, K, V], {"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
+    "dropout now": ([Q, K, V], {"dropout_p": 0.5}, NotImplementedError, ["dropout_p", "0.5", "0"]),
+    "seed": (
+        *([Q, K, V], {"philox_seed_offset": torch.zeros(2, dtype=torch.int64)}),
+        *(NotImplementedError, ["philox_seed_offset", "[2]", "None"]),
+    ),
+    "pages": (
+        *([Q, K, V], {"page_table": torch.zeros(2, 1, dtype=INT)}),
+        *(NotImplementedError, ["page_table", "[2, 1]", "None"]),
+    ),
+    **{
+        name: ([Q, K, V], {name: torch.ones(1)}, NotImplementedError, [name, "[1]", "None"])
+        for name in ("q_descale", "k_descale", "v_descale")
+    },
+    "descale block": (
+        *([Q, K, V], {"descale_block_k": 64}),
+        *(NotImplementedError, ["descale_block_k", "64", "0"]),
+    ),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_bad_calls(
+    case: tuple[list[Any], dict[str, Any], type[Exception], list[str]], grad: bool
+) -> None:
+    inputs, options, kind, words = case
+    if grad:
+        inputs = [
+            t.clone().requires_grad_() if isinstance(t, Tensor) and t.is_floating_point() else t
+            for t in inputs
+        ]
+    for call in (OPS.forward, fa.attention):
+        with pytest.raises(kind) as caught:
+            call(*inputs, **options)
+        text = str(caught.value)
+        for word in words:
+            assert word in text, f"{word!r} is missing in: {text}"
+    works_still()
+
+
+def works_still() -> None:
+    out, lse = OPS.forward(Q, K, V, causal=True)
+    want, want_lse = fa.reference.attention(Q, K, V, causal=True)
+    assert (out - want).abs().max() < 1e-5 and (lse - want_lse).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", BAD.values(), ids=BAD.keys())
+def test_bad_calls_leave_outputs_alone(
+    case: tuple[list[Any], dict[str, Any], type[Exception], list[str]],
+) -> None:
+    inputs, options, kind, _ = case
+    out, lse = torch.full((2, 16, 4, 32), 7.0), torch.full((2, 4, 16), 7.0)
+    if "cu_seqlens_q" in options:
+        out, lse = out.reshape(32, 4, 32), torch.full((4, 32), 7.0)
+    # The operator's own schema check raises RuntimeError for a wrong Python type.
+    kinds = (kind, RuntimeError) if kind is TypeError else (kind,)
+    with pytest.raises(kinds):
+        OPS.forward_out(*inputs, **options, out=out, lse=lse)
+    assert (out == 7).all() and (lse == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"out": torch.empty(2, 16, 4, 64)}, ["out:", "[2, 16, 4, 64]", "[2, 16, 4, 32]"]),
+        ({"out": torch.empty(2, 16, 4, 32).half()}, ["out:", "torch.float16", "torch.float32"]),
+        ({"lse": torch.empty(2, 16, 4)}, ["lse:", "[2, 16, 4]", "[2, 4, 16]"]),
+        ({"lse": torch.empty(2, 4, 16).half()}, ["lse:", "torch.float16"]),
+    ],
+)
+def test_bad_buffers(wrong: dict[str, Tensor], words: list[str]) -> None:
+    good = {"out": torch.full((2, 16, 4, 32), 7.0), "lse": torch.full((2, 4, 16), 7.0)}
+    with pytest.raises(ValueError) as caught:
+        OPS.forward_out(Q, K, V, **{**good, **wrong})
+    assert all(word in str(caught.value) for word in words), caught.value
+    for name in good.keys() - wrong.keys():
+        assert (good[name] == 7).all()
+
+
+def test_bad_backward_calls() -> None:
+    out, lse = OPS.forward(Q, K, V)
+    good = {"dout": out, "q": Q, "k": K, "v": V, "out": out, "lse": lse}
+    for wrong, words in (
+        ({"dout": out[:, 1:]}, ["dout:", "[2, 15, 4, 32]", "[2, 16, 4, 32]"]),
+        ({"dout": out.half()}, ["dout:", "torch.float16"]),
+        ({"out": out[..., 1:]}, ["out:", "[2, 16, 4, 31]"]),
+        ({"lse": lse.transpose(1, 2)}, ["lse:", "[2, 16, 4]", "[2, 4, 16]"]),
+        ({"dlse": lse[:1]}, ["dlse:", "[1, 4, 16]"]),
+        ({"grad_dtype": torch.float16}, ["grad_dtype", "torch.float16", "Allowed"]),
+        ({"window_left": -7}, ["window_left", "-7"]),
+    ):
+        with pytest.raises(ValueError) as caught:
+            OPS.backward(**{**good, **wrong})
+        assert all(word in str(caught.value) for word in words), caught.value
+    buffers = {n: torch.full_like(good[n[1:]], 7.0) for n in ("dq", "dk", "dv")}
+    with pytest.raises(ValueError, match=r"dk: shape \[2, 20, 2, 32\] must be \[2, 20, 2, 64\]"):
+        OPS.backward_out(**good, **{**buffers, "dk": torch.zeros_like(V)})
+    with pytest.raises(NotImplementedError, match="dropout_p"):
+        OPS.backward_out(**good, **buffers, dropout_p=0.1)
+    assert all((b == 7).all() for b in buffers.values())
+
+
+def test_bad_combine_calls() -> None:
+    out, lse = torch.zeros(3, 2, 16, 4, 32), torch.zeros(3, 2, 4, 16)
+    for args, options, words in (
+        ((out[:0], lse[:0]), {}, ["n = 0", "at least one"]),
+        ((out[0, 0], lse), {}, ["out_partial", "[16, 4, 32]", "[n, B, Sq, Hq, D]"]),
+        ((out, lse.transpose(2, 3)), {}, ["lse_partial", "[3, 2, 16, 4]", "[3, 2, 4, 16]"]),
+        ((out, lse.half()), {}, ["lse_partial", "torch.float16", "torch.float32"]),
+        ((out.int(), lse), {}, ["out_partial", "torch.int32"]),
+        ((out, lse), {"out_dtype": torch.int32}, ["out_dtype", "torch.int32"]),
+    ):
+        with pytest.raises(ValueError) as caught:
+            OPS.combine(*args, **options)
+        assert all(word in str(caught.value) for word in words), caught.value
+    with pytest.raises(ValueError, match="n = 0"):
+        fa.combine([], [])
+
+
+def test_unknown_options_and_missing_arguments() -> None:
+    with pytest.raises((TypeError, RuntimeError), match="casual"):
+        OPS.forward(Q, K, V, casual=True)
+    with pytest.raises((TypeError, RuntimeError), match="casual"):
+        fa.attention(Q, K, V, casual=True)
+    with pytest.raises(TypeError, match="casual"):
+        fa.supports(Q, K, V, casual=True)
+    with pytest.raises(TypeError, match="window_size"):
+        fa.attention(Q, K, V, window_size=5)
+
+
+# ---- for kernels: what the CPU path allows and a GPU does not -----------------------------------
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kind", "words"),
+    [
+        (tensors(torch.float32), ValueError, ["q:", "torch.float32", "bfloat16", 'backend("cpu")']),
+        (tensors(torch.float8_e4m3fn), NotImplementedError, ["q:", "float8_e4m3fn", "bfloat16"]),
+        (
+            [t.repeat(1, 1, 1, 9).half() for t in (Q, K, V)],
+            *(NotImplementedError, ["q:", "head dim 576", "256"]),
+        ),
+    ],
+    ids=["fp32", "fp8", "large head dim"],
+)
+def test_for_kernels(inputs: list[Tensor], kind: type[Exception], words: list[str]) -> None:
+    with pytest.raises(kind) as caught:
+        _validate.forward(*inputs, {}, kernels=True)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# ---- backends -----------------------------------------------------------------------------------
+
+
+def test_backend_names() -> None:
+    with pytest.raises(ValueError, match='"sm70".*"auto", "cpu", "sm80", "sm90"'):
+        fa.backend("sm70")
+    with pytest.raises(TypeError, match="string"):
+        fa.backend(80)  # type: ignore[arg-type]
+    for name in ("sm80", "sm90"):
+        with fa.backend(name), pytest.raises(ValueError, match=f'q: is on cpu.*"{name}".*CUDA'):
+            fa.attention(Q, K, V)
+    with fa.backend("cpu"):
+        works_still()
+    works_still()
+
+
+def test_backend_nests_and_survives_errors() -> None:
+    from fa import _backend
+
+    assert _backend.current() == "auto"
+    sm80 = fa.backend("sm80")
+    with sm80, sm80:
+        assert _backend.current() == "sm80"
+        with fa.backend("cpu"):
+            assert _backend.current() == "cpu"
+        assert _backend.current() == "sm80"
+    with pytest.raises(KeyError), fa.backend("sm90"):
+        raise KeyError
+    assert _backend.current() == "auto"
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = str(ROOT / "python")
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": path, **environment},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_environment_variables() -> None:
+    done = python("import fa", FA_BACKEND="hopper")
+    assert done.returncode != 0
+    assert re.search(r'ValueError: .*FA_BACKEND is "hopper".*"sm80"', done.stderr)
+    done = python("import fa", FA_TORCH_OPS="fast")
+    assert re.search(r'ValueError: .*FA_TORCH_OPS is "fast".*"ctypes"', done.stderr)
+    code = "from fa import _backend; assert _backend.current() == 'sm80', _backend.current()"
+    done = python(code, FA_BACKEND="sm80")
+    assert done.returncode == 0, done.stderr
+
+
+# ---- the library: missing, foreign, without rows, without a GPU ---------------------------------
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Points the package at another libfa.so, for one test."""
+
+    def use(path: Path) -> None:
+        monkeypatch.setenv("FA_LIBRARY", str(path))
+        monkeypatch.setattr(_lib, "_loaded", None)
+
+    return use
+
+
+CUDA = [(tuple(t.shape), torch.bfloat16, "cuda") for t in (Q, K, V)]
+needs_compiler = pytest.mark.skipif(host_build.compiler() is None, reason="no g++ to compile with")
+
+
+def test_missing_library(library: Any, tmp_path: Path) -> None:
+    library(tmp_path / "libfa.so")
+    with pytest.raises(ImportError, match="libfa.so.*FA_LIBRARY.*pip install"):
+        fa.kernels()
+    with pytest.raises(ImportError, match="pip install"):
+        fa.explain(*CUDA, device="h200")
+    reason = fa.supports(*CUDA)
+    assert isinstance(reason, str) and "pip install" in reason
+    assert fa.supports(Q, K, V) is True
+    works_still()
+
+
+def test_foreign_library(library: Any, tmp_path: Path) -> None:
+    (tmp_path / "libfa.so").write_bytes(b"not a library")
+    library(tmp_path / "libfa.so")
+    with pytest.raises(ImportError, match="cannot be loaded.*pip install"):
+        fa.kernels()
+    works_still()
+
+
+@needs_compiler
+def test_library_of_another_abi(library: Any, tmp_path: Path) -> None:
+    names = (
+        *("abi_layout", "version", "status_name", "last_error", "params_init", "workspace_size"),
+        *("forward", "backward", "explain", "kernel_count", "kernel_info"),
+    )
+    text = "int fa_abi_version(void) { return 99; }\n"
+    text += "".join(f"int fa_{name}(void) {{ return 0; }}\n" for name in names)
+    (tmp_path / "other.c").write_text(text)
+    target = str(tmp_path / "libfa.so")
+    command = [str(host_build.compiler()), "-x", "c", "-shared", "-fPIC"]
+    subprocess.run([*command, str(tmp_path / "other.c"), "-o", target], check=True)
+    library(tmp_path / "libfa.so")
+    with pytest.raises(ImportError, match=r"ABI version 99.*pip install"):
+        fa.kernels()
+    works_still()
+
+
+@needs_compiler
+def test_build_without_rows(library: Any, tmp_path: Path) -> None:
+    library(host_build.build(tmp_path, table="{}", shim=False))
+    assert fa.kernels() == []
+    with pytest.raises(RuntimeError, match=r"9\.0.*no rows.*Rebuild.*pip install"):
+        fa.explain(*CUDA, device="h200")
+    reason = fa.supports(*CUDA)
+    assert isinstance(reason, str) and "Rebuild" in reason
+
+
+@needs_compiler
+def test_build_with_rows(library: Any, tmp_path: Path) -> None:
+    library(host_build.build(tmp_path, shim=False))
+    assert "sm90_fwd_bf16_d64_band" in [row["id"] for row in fa.kernels()]
+    text = fa.explain(*CUDA, device="h200", causal=True)
+    assert "sm90_fwd_bf16_d64_band" in text and "workspace" in text
+    assert "sm80_fwd_bf16_d64_band" in fa.explain(*CUDA, device="a100", causal=True)
+    with fa.backend("sm80"):
+        assert "sm80_fwd_bf16_d64_band" in fa.explain(*CUDA, device="h200")
+    # No row: the nearest ones, each with its reason.
+    text = fa.explain(*CUDA, device="h200", softcap=30.0)
+    assert "softcap" in text and text.count("sm90_fwd_bf16_d64_band") >= 1
+    with pytest.raises(ValueError, match='device: "b100".*"h200"'):
+        fa.explain(*CUDA, device="b100")
+    with pytest.raises(ValueError, match="k: batch size 1 differs from q's 2"):
+        fa.explain(CUDA[0], ((1, 20, 2, 64), torch.bfloat16, "cuda"), CUDA[2], device="h200")
+
+
+def test_explain_and_supports_on_the_cpu() -> None:
+    assert "backend cpu" in fa.explain(Q, K, V, causal=True, window_size=(3, -1), softcap=2.0)
+    assert fa.supports(Q, K, V, causal=True, return_lse=True) is True
+    reason = fa.supports(Q, K[:, :, :1], V)
+    assert isinstance(reason, str) and reason.startswith("v: 2 heads")
+    with fa.backend("sm80"):
+        assert "CUDA tensors only" in str(fa.supports(Q, K, V))
+    with pytest.raises(TypeError, match="shape, dtype, device"):
+        fa.supports(3, K, V)  # type: ignore[arg-type]
+
+
+# ---- import -------------------------------------------------------------------------------------
+
+
+def test_import_without_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    done = python("import fa", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT / 'python'}")
+    assert re.search(r"ImportError: fa needs PyTorch 2\.10.*pip install torch", done.stderr)
+
+
+def test_import_with_an_old_torch(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("__version__ = '2.8.1+cu126'\n")
+    done = python("import fa", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT / 'python'}")
+    assert re.search(r"ImportError: .*2\.10.*2\.8\.1\+cu126", done.stderr)
+
+
+def test_import_of_an_incomplete_package(tmp_path: Path) -> None:
+    """PyPI has an unrelated `fa`, which installs over this one's files."""
+    (tmp_path / "fa").mkdir()
+    (tmp_path / "fa" / "__init__.py").write_text((ROOT / "python/fa/__init__.py").read_text())
+    done = python("import fa", PYTHONPATH=str(tmp_path))
+    assert re.search(r'ImportError: .*not complete.*package "fa".*pip uninstall fa', done.stderr)
+
+
+def test_version_is_the_projects() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    assert f'version = "{fa.__version__}"' in text
