@@ -203,13 +203,14 @@ def _errors(
         want, want_lse = libfa.reference(values["q"][rows], k, v, problem.causal)
         if not np.array_equal(np.isfinite(want_lse), np.isfinite(lse[:, rows])):
             return float("inf"), float("inf")
-        # P and O are rounded once each to the 16-bit type; V's largest value bounds both.
-        bound = 2 * unit * (np.abs(v).max(initial=0) + 1e-6)
-        error = np.nan_to_num(np.abs(out[rows] - want), nan=np.inf)
-        worst_out = max(worst_out, float(error.max()) / bound)
+        # Each weight is rounded once to the 16-bit type, and O once: |error| <= unit * this.
+        total, _ = libfa.reference(values["q"][rows], k, np.abs(v), problem.causal)
+        bound = unit * (total + np.abs(want)) + 1e-5
+        error = np.nan_to_num(np.abs(out[rows] - want) / bound, nan=np.inf)
+        worst_out = max(worst_out, float(error.max()))
         finite = np.isfinite(want_lse)
         if finite.any():
-            gap = np.abs(lse[:, rows] - want_lse)[finite].max()
+            gap = np.abs(lse[:, rows][finite] - want_lse[finite]).max()
             worst_lse = max(worst_lse, float(gap) / 1e-4)
     return worst_out, worst_lse
 

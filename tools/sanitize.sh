@@ -63,7 +63,7 @@ for tool in "${tools[@]}"; do
     printf '%-10s %-22s %4d s  %3d problems  %s\n' "$tool" "$glob" $((SECONDS - start)) "$ran" "$word"
     if [ "$result" != 0 ] && [ "$result" != 2 ]; then
       status=1
-      grep -E '=========|failure:|WRONG|FAILED' "$log" | head -n 25
+      grep -E '=========|failure:|WRONG|FAILED' "$log" | head -n 25 | grep . || tail -n 5 "$log"
     fi
   done
 done
