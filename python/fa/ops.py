@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _cuda, _flops, _shim, _validate, autograd, cpu
+from fa import _backend, _cuda, _flops, _sharding, _shim, _validate, autograd, cpu
 from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 
@@ -215,6 +215,8 @@ def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`fa::forward`: casts under autocast, pads odd head dims on a GPU, records for autograd."""
+    if type(q) is not Tensor:
+        _sharding.notice(q)
     autograd.refuse_forward_mode(q, k, v, options.get("sinks"))
     device = q.device.type
     if torch.is_autocast_enabled(device):
@@ -335,6 +337,7 @@ def _register() -> None:
         impl("forward_out", _forward_out_cuda, "CUDA")
     impl("backward", _backward_cuda, "CUDA")
     _flops.register()
+    _sharding.if_loaded()
 
 
 _register()

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -485,3 +486,48 @@ def test_flop_counter() -> None:
     with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
         OPS.forward(q, k, v, **cu)
     assert counter.get_total_flops() == 2 * (4 * 9 + 0 * 3 + 7 * 7) * 4 * (16 + 8)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Rank 0 of four; collectives of the fake process group do nothing."""
+    if not torch.distributed.is_available():
+        pytest.skip("torch was built without torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    yield init_device_mesh("cpu", (4,))
+    torch.distributed.destroy_process_group()
+
+
+def test_dtensor_shards_batch_and_heads(mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    g = torch.Generator().manual_seed(0)
+    local = [torch.randn(4, n, h, 8, generator=g) for n, h in ((6, 8), (9, 4), (9, 4))]
+    want = [t.requires_grad_() for t in local]
+    fa.attention(*want, causal=True).sum().backward()
+    for placement, lse_placement in ((Shard(0), Shard(0)), (Shard(2), Shard(1))):
+        q, k, v = (
+            DTensor.from_local(t.detach(), mesh, [placement]).requires_grad_() for t in local
+        )
+        out, lse = fa.attention(q, k, v, causal=True, return_lse=True)
+        assert out.placements == (placement,) and lse.placements == (lse_placement,)
+        assert torch.equal(out.to_local(), fa.attention(*local, causal=True))
+        out.to_local().sum().backward()
+        for got, w in zip((q, k, v), want, strict=True):
+            assert got.grad.placements == (placement,)
+            assert torch.equal(got.grad.to_local(), w.grad)
+    # Six key heads on four ranks: no whole groups, so no rank may keep its shard.
+    q = DTensor.from_local(
+        torch.randn(1, 6, 3, 8), mesh, [Shard(2)], shape=(1, 6, 12, 8), stride=(576, 96, 8, 1)
+    )
+    k = DTensor.from_local(
+        torch.randn(1, 6, 2, 8), mesh, [Shard(2)], shape=(1, 6, 6, 8), stride=(288, 48, 8, 1)
+    )
+    assert OPS.forward(q, k, k)[0].placements == (Replicate(),)
+    sinks = DTensor.from_local(torch.zeros(8), mesh, [Shard(0)])
+    with pytest.raises((NotImplementedError, RuntimeError), match="sinks: a DTensor"):
+        q, k, v = (DTensor.from_local(t.detach(), mesh, [Shard(2)]) for t in local)
+        fa.attention(q, k, v, sinks=sinks)
