@@ -77,7 +77,8 @@ build() {
 
 # A lost CUDA context or a kernel that hangs ends one pytest process; the files behind it get a new one.
 tests() {
-  local files=(tests/gpu/test_driver.py) file log=$out/pytest.txt worst=0 status rest
+  local files=(tests/gpu/test_driver.py) file log worst=0 status rest
+  log=$(mktemp)
   for file in tests/gpu/test_*.py; do [ "$file" = "${files[0]}" ] || files+=("$file"); done
   local select=()
   [ "$mode" = quick ] && select=(-k "not beyond and not 1000 and not sweep and not inductor")
@@ -93,6 +94,7 @@ tests() {
     files=("${rest[@]}")
     [ ${#files[@]} = 0 ] || echo "--- going on with: ${files[*]}"
   done
+  rm -f "$log"
   return "$worst"
 }
 

@@ -16,6 +16,10 @@ tools=("$@")
 python=${PYTHON:-python3}
 out=${FA_CHECK_OUT:-build/gpu_check}
 mkdir -p "$out"
+findings=$out/sanitize_findings.txt # whole output of every process that was not clean
+: >"$findings"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
 
 not_run() {
   echo "not run: $1"
@@ -41,7 +45,6 @@ globs=('sm80_*' 'sm90_*')
 status=0
 for tool in "${tools[@]}"; do
   for glob in "${globs[@]}"; do
-    log=$out/sanitize_${tool}_${glob%%_*}.txt
     options=(--tool "$tool" --error-exitcode 9)
     [ "$tool" = memcheck ] && options+=(--leak-check no)
     [ "$tool" = racecheck ] && options+=(--racecheck-report all)
@@ -63,6 +66,7 @@ for tool in "${tools[@]}"; do
     printf '%-10s %-22s %4d s  %3d problems  %s\n' "$tool" "$glob" $((SECONDS - start)) "$ran" "$word"
     if [ "$result" != 0 ] && [ "$result" != 2 ]; then
       status=1
+      { echo "### $tool $glob" && cat "$log"; } >>"$findings"
       grep -E '=========|failure:|WRONG|FAILED' "$log" | head -n 25 | grep . || tail -n 5 "$log"
     fi
   done
