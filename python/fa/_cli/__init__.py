@@ -15,7 +15,7 @@ COMMANDS = {
     "info": ("fa._cli.info", "the environment, for a bug report"),
     "demo": ("fa._cli.demo", "a real model with fa's attention, and why it pays"),
     "bench": ("fa._cli.tools", "time the kernels beside their peers (from the source tree)"),
-    "profile": ("fa._cli.tools", "profile one kernel with Nsight Compute (from the source tree)"),
+    "profile": ("fa._cli.tools", "a few calls under torch's profiler"),
 }
 
 USAGE = "\n".join(

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,6 +76,8 @@ def load(source: str, device: torch.device, dtype: torch.dtype) -> Loaded:
             "Install what the demo needs: pip install '.[demo]'"
         ) from error
     transformers.logging.set_verbosity_error()
+    if not sys.stderr.isatty():
+        transformers.logging.disable_progress_bar()
     place, options = source, {}
     path = Path(source).expanduser()
     if path.is_dir() and not (path / "config.json").exists():
@@ -175,24 +179,18 @@ def run(loaded: Loaded, name: str, prompt: str, size: Sizes, device: torch.devic
         budget = 1.0 if device.type == "cuda" else 2.5
         prefill = measure.cost(lambda: model(passage, use_cache=False, **keep), device, budget)
         logits = model(passage[:, : size.check], use_cache=False).logits[0].float().cpu()
+        options = {
+            "attention_mask": torch.ones_like(ids),
+            "do_sample": False,
+            "return_dict_in_generate": True,
+            "output_logits": True,
+        }
+        model.generate(ids, max_new_tokens=2, **options)
+        made: list[Any] = []
         with Progress(f"generation, {name}", size.new_tokens, "tokens") as progress:
-            made: list[Any] = []
-
-            def generate() -> None:
-                made.append(
-                    model.generate(
-                        ids,
-                        attention_mask=torch.ones_like(ids),
-                        max_new_tokens=size.new_tokens,
-                        do_sample=False,
-                        streamer=_Ticks(progress),
-                        return_dict_in_generate=True,
-                        output_logits=True,
-                    )
-                )
-
+            options.update(max_new_tokens=size.new_tokens, streamer=_Ticks(progress))
             began = time.perf_counter()
-            cost = _once(generate, device)
+            cost = _once(lambda: made.append(model.generate(ids, **options)), device)
             took = time.perf_counter() - began
     output = made[0]
     return Result(
@@ -239,14 +237,11 @@ def reference_logits(loaded: Loaded, size: Sizes, device: torch.device) -> torch
     """[check, vocabulary] of the same weights in fp32 with eager attention; None if too large."""
     if loaded.parameters > REFERENCE_UP_TO:
         return None
-    dtype = loaded.model.dtype
     passage = _passage_ids(loaded, size.check).to(device)
-    loaded.model.float()
-    try:
-        with attention(loaded, "eager") as model:
-            return model(passage, use_cache=False).logits[0].float().cpu()
-    finally:
-        loaded.model.to(dtype)
+    # A copy, because a cast back to 16 bits would also round buffers that were fp32.
+    exact = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model).float())
+    with attention(exact, "eager") as model:
+        return model(passage, use_cache=False).logits[0].float().cpu()
 
 
 @dataclasses.dataclass

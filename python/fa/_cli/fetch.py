@@ -84,8 +84,8 @@ def _download(folder: Path) -> Path:
                         f"The download took more than {LIMIT_S} s. "
                         "Give a model of your own with --model FOLDER_OR_FILE."
                     )
-                size = sum(f.stat().st_size for f in _files(folder)) / 1e6
-                progress.update(max(0.0, size - progress.done))
+                size = sum(_size(f) for f in _files(folder)) / 1e6
+                progress.update(max(0.0, min(size, SIZE / 1e6) - progress.done))
         finally:
             if process.poll() is None:
                 process.kill()
@@ -97,11 +97,15 @@ def _download(folder: Path) -> Path:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Regular files under a folder in which another process adds and removes some."""
-    found = []
-    for root, _, names in os.walk(folder):
-        found += [Path(root) / n for n in names if os.path.exists(os.path.join(root, n))]
-    return found
+    return [Path(root) / name for root, _, names in os.walk(folder) for name in names]
+
+
+def _size(file: Path) -> int:
+    """0 for a file that pip has just removed."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
 
 
 def _reason(log: str) -> str:

@@ -57,8 +57,8 @@ def profile(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fa profile",
         description="Runs one causal call of fa.attention a few times under torch's profiler.",
-        epilog="For the counters of one kernel, on a machine with Nsight Compute: ncu "
-        "--kernel-name-base demangled -k regex:<row> -c 1 python -m fa profile",
+        epilog="For the counters of one kernel, on a machine with Nsight Compute and a clone of "
+        "the source: tools/ncu/profile.sh ROW",
     )
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu")
     parser.add_argument("--length", type=int, default=2048, help="tokens (default 2048)")
