@@ -408,6 +408,17 @@ void forward(StableIValue* values, uint64_t, uint64_t) {
   results.out = results.lse = nullptr;
 }
 
+// fa::_forward_dense: fa::_forward with every other option at its default.
+template <bool kDry>
+void forward_dense(StableIValue* values, uint64_t arguments, uint64_t results) {
+  StableIValue all[kForwardCount] = {};
+  constexpr int kPlaces[] = {kQ, kK, kV, kScale, kCausal, kLeft, kRight};
+  for (int i = 0; i < 7; ++i) all[kPlaces[i]] = values[i];
+  forward<kDry>(all, arguments, results);
+  values[0] = all[0];
+  values[1] = all[1];
+}
+
 template <bool kDry>
 void forward_out(StableIValue* values, uint64_t, uint64_t) {
   Stack s(values, kArgumentCount);
@@ -455,6 +466,9 @@ FA_API int fa_torch_register(const char* ns, int dry) {
   if (error == 0)
     error = torch_library_impl(library, "_forward", dry ? forward<true> : forward<false>,
                                kTorchVersion);
+  if (error == 0)
+    error = torch_library_impl(library, "_forward_dense",
+                               dry ? forward_dense<true> : forward_dense<false>, kTorchVersion);
   if (error == 0)
     error = torch_library_impl(library, "forward_out", dry ? forward_out<true> : forward_out<false>,
                                kTorchVersion);

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+import uuid
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -32,7 +33,9 @@ def build(folder: Path, table: str = "test::kTable", shim: bool = True) -> Path:
     sources = [str(p) for d in ("api", "host") for p in (ROOT / "kernels_common" / d).glob("*.cpp")]
     common = [str(compiler()), "-O1", "-fPIC", "-shared", f"-I{ROOT}", "-Wl,-z,now"]
     library = folder / "libfa.so"
-    names = ["-std=c++20", "-Wl,-soname,libfa.so", *sources, str(registry), "-o", str(library)]
+    # A name of its own: the loader takes a library of a name it has already loaded for the same one.
+    soname = f"-Wl,-soname,libfa-{uuid.uuid4().hex}.so"
+    names = ["-std=c++20", soname, *sources, str(registry), "-o", str(library)]
     subprocess.run([*common, *names], check=True)
     if shim:
         build_shim(folder)

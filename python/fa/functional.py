@@ -22,8 +22,10 @@ from fa import _validate, ops
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
-# The C++ function behind torch.ops.fa._forward.default, without the two Python frames around it.
+# The C++ functions behind the raw operators, without the two Python frames around them.
 _RAW = torch.ops.fa._forward.default._op
+_RAW_DENSE = torch.ops.fa._forward_dense.default._op
+_DENSE_OPTIONS = frozenset(("softmax_scale", "causal", "window_left", "window_right"))
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -54,6 +56,22 @@ def _plain(q: Any, k: Any, v: Any, options: dict[str, Any]) -> bool:
     return True
 
 
+def _raw(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """The raw operator with the fewest arguments that can say this."""
+    if _DENSE_OPTIONS.issuperset(options):
+        get = options.get
+        return _RAW_DENSE(
+            q,
+            k,
+            v,
+            get("softmax_scale"),
+            get("causal", False),
+            get("window_left", -1),
+            get("window_right", -1),
+        )
+    return _RAW(q, k, v, **options)
+
+
 class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
     """torch.ops.fa.forward with a short way for the common call, which the host time needs."""
 
@@ -63,8 +81,8 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
         if is_compiling():
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         try:
-            if _plain(q, k, v, options):
-                return _RAW(q, k, v, *args, **options)
+            if not args and _plain(q, k, v, options):
+                return _raw(q, k, v, options)
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         except RuntimeError as error:
             return _second_try(error, (*_given(q, k, v), *args), options)
@@ -86,7 +104,8 @@ def _second_try(
         raise error
     text = str(error)
     if "Expected a value of type" in text:
-        raise TypeError(text.split("\nPosition")[0]) from None
+        text = text.split("\nPosition")[0].replace("::_forward_dense()", "::forward()")
+        raise TypeError(text.replace("::_forward()", "::forward()")) from None
     if text.startswith("fa: not supported: "):
         raise NotImplementedError(text.removeprefix("fa: not supported: ")) from None
     if text.startswith("fa: pad: "):
@@ -100,7 +119,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
         return _FORWARD(q, k, v, **options)
     try:
         if _plain(q, k, v, options):
-            return _RAW(q, k, v, **options)
+            return _raw(q, k, v, options)
         return _PACKET_CALL(_FORWARD, q, k, v, **options)
     except RuntimeError as error:
         _validate.tensor_types(q=q, k=k, v=v)

@@ -134,6 +134,25 @@ def _on_torch() -> bool:
     return _backend.current() == "cpu"
 
 
+def _forward_dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None,
+    causal: bool,
+    window_left: int,
+    window_right: int,
+) -> tuple[Tensor, Tensor]:
+    """Where libfa_torch.so is not used, this is one more call."""
+    return torch.ops.fa._forward.default(
+        *(q, k, v),
+        softmax_scale=softmax_scale,
+        causal=causal,
+        window_left=window_left,
+        window_right=window_right,
+    )
+
+
 def _forward_cuda(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     return (_forward_torch if _on_torch() else _cuda.forward)(q, k, v, **options)
 
@@ -311,6 +330,7 @@ def _register() -> None:
     impl = _library.impl
     impl("_forward", _forward_cpu, "CPU")
     impl("forward_out", _forward_out_cpu, "CPU")
+    impl("_forward_dense", _forward_dense, "CPU")
     impl("backward", _backward_cpu, "CPU")
     impl("backward_out", _backward_out, "CPU")
     impl("backward_out", _backward_out, "CUDA")
@@ -324,6 +344,7 @@ def _register() -> None:
     impl("append_kv", _append_kv, "CompositeExplicitAutograd")
     impl("apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
     for name, fake in (
+        ("_forward_dense", _forward_dense),
         ("_forward", _forward_fake),
         ("_forward_torch", _forward_fake),
         ("forward_out", _forward_out_fake),
@@ -335,6 +356,7 @@ def _register() -> None:
     if not _shim.register(NAMESPACE):
         impl("_forward", _forward_cuda, "CUDA")
         impl("forward_out", _forward_out_cuda, "CUDA")
+        impl("_forward_dense", _forward_dense, "CUDA")
     impl("backward", _backward_cuda, "CUDA")
     _flops.register()
     _sharding.if_loaded()

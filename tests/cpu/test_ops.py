@@ -116,6 +116,7 @@ def test_opcheck_raw_operators() -> None:
     for op in (OPS._forward, OPS._forward_torch):
         torch.library.opcheck(op.default, (q, k, v), options)
         torch.library.opcheck(op.default, packed()[0], packed()[1])
+    torch.library.opcheck(OPS._forward_dense.default, (q, k, v, None, True, -1, -1))
     for op in (OPS.forward_out, OPS._forward_out_torch):
         torch.library.opcheck(op.default, (q, k, v), {**options, "out": out, "lse": lse})
     grads = (torch.randn_like(out), q, k, v, out, lse)

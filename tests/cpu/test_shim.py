@@ -33,7 +33,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     os.environ["FA_LIBRARY"] = str(host_build.build(folder))
     _lib._loaded = None
     library = torch.library.Library(NAMESPACE, "DEF")
-    for name in ("_forward", "forward_out"):
+    for name in ("_forward", "_forward_dense", "forward_out"):
         library.define(name + _schemas.SCHEMAS[name])
     shim = _shim.load()
     assert shim.fa_torch_register(NAMESPACE.encode(), 1) == 0
@@ -114,6 +114,19 @@ def test_both_implementations_fill_the_same_params(
     assert lse.is_contiguous()
     ctypes_params = fields_of(_cuda.forward_params(q, k, v, out, lse, options))
     assert last_params(shim) == pytest.approx(ctypes_params, nan_ok=True)
+
+
+@pytest.mark.parametrize("scale", [None, 0.25])
+def test_few_arguments_say_the_same(shim: ctypes.CDLL, scale: float | None) -> None:
+    torch.ops.fa_dry._forward(
+        Q, K, V, softmax_scale=scale, causal=True, window_left=9, window_right=0
+    )
+    want = last_params(shim)
+    out, lse = torch.ops.fa_dry._forward_dense(Q, K, V, scale, True, 9, 0)
+    want.update({"out.data": out.data_ptr(), "lse.data": lse.data_ptr()})
+    assert last_params(shim) == pytest.approx(want, nan_ok=True)
+    with pytest.raises(ValueError, match="^window_left: -4 is below -1"):
+        torch.ops.fa_dry._forward_dense(Q, K, V, scale, False, -4, -1)
 
 
 def test_forward_out_writes_where_it_is_told(shim: ctypes.CDLL) -> None:
