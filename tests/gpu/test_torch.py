@@ -270,6 +270,38 @@ def test_plan_is_named(cuda_only: None) -> None:
             assert isinstance(fa.supports(q, k, v, softcap=3.0), str)
 
 
+def test_fallback_to_an_ampere_row_is_named(cuda_only: None) -> None:
+    """Lengths that only the device knows: no Hopper row takes them, and the plan says so."""
+    if set(harness.backends()) != {"sm80", "sm90"}:
+        pytest.skip(f"needs rows of both architectures, {harness.backends()} run here")
+    q, k, v = randn(100, 4, 64), randn(130, 2, 64, seed=1), randn(130, 2, 64, seed=2)
+    options = {"cu_seqlens_q": ints(0, 40, 100), "cu_seqlens_k": ints(0, 30, 130)}
+    plan = fa.explain(q, k, v, causal=True, **options)
+    if "sm80_" in plan.split("row ", 1)[1].split()[0]:
+        assert "fallback" in plan, plan
+        assert "sm90_" in plan, "the Hopper row and its reason are named"
+        with fa.backend("sm90"):
+            assert isinstance(fa.supports(q, k, v, causal=True, **options), str)
+            with pytest.raises(NotImplementedError, match="sm90"):
+                fa.attention_varlen(q, k, v, causal=True, **options)
+    with torch.no_grad():
+        fa.attention_varlen(q, k, v, causal=True, **options)
+
+
+def test_environment_variable_forces_a_backend(cuda_only: None) -> None:
+    script = """
+        import torch, fa
+        q = torch.randn(1, 64, 2, 64, device="cuda", dtype=torch.bfloat16)
+        print(fa.explain(q, q, q, causal=True))
+        out = fa.attention(q, q, q, causal=True)
+        want, _ = fa.reference.attention(q, q, q, causal=True)
+        assert (out.double() - want).abs().max() < 3e-2
+    """
+    if "sm80" not in harness.backends():
+        pytest.skip("this build holds no Ampere row")
+    assert "sm80_" in _script(script, FA_BACKEND="sm80")
+
+
 # --- both implementations of the operators --------------------------------------------------------
 
 BOTH = """
@@ -323,16 +355,22 @@ BOTH = """
 """
 
 
-def _digest(implementation: str) -> str:
+def _script(text: str, *arguments: str, **environment: str) -> str:
+    """The output of a fresh Python process that runs `text`; its failure fails the test."""
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(BOTH), implementation, *harness.backends()],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "FA_TORCH_OPS": implementation},
+        [sys.executable, "-c", textwrap.dedent(text), *arguments],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | environment,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=140,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.split("digest ")[1].strip()
+    return done.stdout
+
+
+def _digest(implementation: str) -> str:
+    output = _script(BOTH, implementation, *harness.backends(), FA_TORCH_OPS=implementation)
+    return output.split("digest ")[1].strip()
 
 
 def test_shim_and_ctypes_agree_in_every_bit_and_sentence(cuda_only: None) -> None:
