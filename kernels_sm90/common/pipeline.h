@@ -55,10 +55,10 @@ struct SlotBarriers {
   uint64_t full[kSlots];
   uint64_t empty[kSlots];
 
-  FA_DEVICE void init(int consumer_warps) {
+  FA_DEVICE void init(int readers) {
     for (int i = 0; i < kSlots; ++i) {
       mbarrier_init(&full[i], 1);
-      mbarrier_init(&empty[i], consumer_warps);
+      mbarrier_init(&empty[i], readers);
     }
   }
 };

@@ -21,7 +21,7 @@ struct RegisterBudget {
       "a Hopper forward row has 12 or 16 warps: one producer warpgroup and two or three consumers");
   static constexpr int kLaunch = 65536 / kThreads / 8 * 8;
   static constexpr int kPool = kLaunch * (kConsumers + 1);
-  static constexpr int kConsumer = (kPool - 24) / kConsumers / 8 * 8;
+  static constexpr int kConsumer = (kPool - 32) / kConsumers / 8 * 8;
   static constexpr int kProducer = kPool - kConsumer * kConsumers;
   static_assert(kProducer >= 24 && kConsumer <= 240);
 };

@@ -38,7 +38,7 @@ struct FwdTypes {
                 "only TMA loaders exist on Hopper");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.step == StepKind::kOverlap && kConfig.score == ScoreKind::kScale);
-  static_assert(kConfig.rescale == Rescale::kAlways && kConfig.exp == ExpKind::kMufu);
+  static_assert(kConfig.exp == ExpKind::kMufu);
   static_assert(kOwnOutput || kDimV <= kDimQk, "O can reuse Q's buffer only if it is no wider");
 
   using E = Element<kConfig.dtype>;
@@ -61,6 +61,8 @@ struct FwdTypes {
           cute::Shape<cute::Int<kDimV>, cute::Int<kTileN>, cute::Int<kStages>>{},
           cute::make_stride(cute::Int<kTileN>{}, cute::_1{}, cute::Int<kTileN * kDimV>{}))));
 
+  template <int kM, int kN>
+  using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;
   template <int kM, int kN, int kK>
   using Shape = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kK>>;
   using Warpgroups = cute::Layout<cute::Shape<cute::Int<kConsumers>, cute::_1, cute::_1>>;
@@ -70,6 +72,11 @@ struct FwdTypes {
       cute::GMMA::rs_op_selector<E, E, float, Shape<kTileM, kDimV, kTileN>, cute::GMMA::Major::K,
                                  cute::GMMA::Major::MN>(),
       Warpgroups{}));
+
+  using ScoreAcc = decltype(cute::partition_fragment_C(MmaQk{}, Extent<kTileM, kTileN>{}));
+  using OutputAcc = decltype(cute::partition_fragment_C(MmaPv{}, Extent<kTileM, kDimV>{}));
+  using Probabilities =
+      decltype(cute::make_tensor<E>(cute::partition_shape_A(MmaPv{}, Extent<kTileM, kTileN>{})));
 
   static constexpr int kQBytes = kTileM * kDimQk * 2, kKBytes = kTileN * kDimQk * 2,
                        kVBytes = kTileN * kDimV * 2;

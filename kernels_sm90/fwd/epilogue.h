@@ -3,20 +3,12 @@
 // where a box would not fit.
 #pragma once
 
+#include "kernels_common/device/fwd_epilogue.h"
+#include "kernels_common/device/online_softmax.h"
 #include "kernels_sm90/common/tma.h"
-#include "kernels_sm90/fwd/step.h"
+#include "kernels_sm90/fwd/smem.h"
 
 namespace fa::sm90 {
-
-FA_DEVICE float load_sink(const FwdArgs& args, int head) {
-  if (args.sinks == nullptr) return -INFINITY;
-  const int64_t at = head * args.sinks_stride;
-  if (args.sinks_dtype == static_cast<int>(DType::kFp32))
-    return static_cast<const float*>(args.sinks)[at];
-  if (args.sinks_dtype == static_cast<int>(DType::kBf16))
-    return static_cast<float>(static_cast<const cutlass::bfloat16_t*>(args.sinks)[at]);
-  return static_cast<float>(static_cast<const cutlass::half_t*>(args.sinks)[at]);
-}
 
 // Four 8 x 8 matrices: (rows 0-7, columns 0-7), (8-15, 0-7), (0-7, 8-15), (8-15, 8-15) of a 16 x 16
 // block.
@@ -31,39 +23,34 @@ class FwdEpilogue {
   using T = FwdTypes<Row>;
   using E = typename T::E;
 
+  using Output = typename T::OutputAcc;
+
  public:
-  FA_DEVICE FwdEpilogue(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& map, int thread)
-      : smem_(smem),
-        args_(args),
+  FA_DEVICE FwdEpilogue(const FwdArgs& args, const TensorMap& map, int thread)
+      : args_(args),
         map_(map),
         warp_(__shfl_sync(0xffffffffu, thread / 32, 0)),
         lane_(thread % 32) {}
 
-  // O := O / row sum and LSE. `computed`: the tile had keys, so the step holds a slot of Q.
-  FA_DEVICE void store(FwdStep<Row>& step, const FwdTile& tile, bool computed) {
-    const float sink = load_sink(args_, tile.head_q);
+  // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
+  FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile, E* rows) const {
+    const float sink = sink_of(args_, tile.head_q);
     const float sinks[2] = {sink, sink};
-    step.softmax.finish(args_.scale_log2, sinks);
-    auto o = acc_view(step.o);  // (2, dim_v / 4)
+    softmax.finish(args_.scale_log2, sinks);
+    auto view = acc_view(o);  // (2, dim_v / 4)
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(o); ++c) o(r, c) *= step.softmax.sum[r];
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= softmax.sum[r];
     }
-    if (tile.seq.m_first + T::kTileM > tile.seq.q_len) clear_rows(step, o, tile);
-    store_lse(step, tile);
+    if (tile.seq.m_first + T::kTileM > tile.seq.q_len) clear_rows(view, softmax, tile.seq);
+    store_lse(softmax, tile);
     // A box clips only at the end of the tensor: packed sequences end before it.
     const bool fits = args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
-    if (fits && args_.out_fp32 == 0 && (T::kOwnOutput || computed))
-      store_box(step, tile);
+    if (fits && args_.out_fp32 == 0)
+      store_box(o, tile, rows + warp_ * 16 * T::kPanel);
     else
-      store_rows(step, o, tile);
-    if constexpr (!T::kOwnOutput)
-      if (computed) {
-        if (lane_ == 0) tma_store_wait_read();
-        __syncwarp();
-        step.release_q();
-      }
+      store_rows(view, tile);
   }
 
   // Shared memory must outlive the last store's reads.
@@ -78,31 +65,28 @@ class FwdEpilogue {
 
   // Rows at and after q_len are defined as empty, whatever q held there.
   template <class View>
-  FA_DEVICE void clear_rows(FwdStep<Row>& step, View& o, const FwdTile& tile) const {
+  FA_DEVICE void clear_rows(View& view, OnlineSoftmax<2>& softmax, const SeqInfo& seq) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (tile.seq.m_first + first_row() + 8 * r < tile.seq.q_len) continue;
-      step.softmax.max[r] = -INFINITY;
+      if (seq.m_first + first_row() + 8 * r < seq.q_len) continue;
+      softmax.max[r] = -INFINITY;
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(o); ++c) o(r, c) = 0.f;
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) = 0.f;
     }
   }
 
-  FA_DEVICE void store_lse(const FwdStep<Row>& step, const FwdTile& tile) const {
-    if (args_.lse == nullptr || lane_ % 4 != 0) return;
-    const SeqInfo& s = tile.seq;
-    float* lse = args_.lse + s.q_batch * args_.lse_stride_batch +
-                 tile.head_q * args_.lse_stride_head + s.q_begin;
+  FA_DEVICE void store_lse(const OnlineSoftmax<2>& softmax, const FwdTile& tile) const {
+    float* lse = lse_rows(args_, tile.seq, tile.head_q);
+    if (lse == nullptr || lane_ % 4 != 0) return;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row = s.m_first + first_row() + 8 * r;
-      if (row < s.q_slot) lse[row] = step.softmax.max[r];
+      const int row = tile.seq.m_first + first_row() + 8 * r;
+      if (row < tile.seq.q_slot) lse[row] = softmax.max[r];
     }
   }
 
   // The wait for the previous tile's store stands here, a whole tile later.
-  FA_DEVICE void store_box(FwdStep<Row>& step, const FwdTile& tile) const {
-    E* rows = smem_.output_rows(step.q_at.slot, warp_);
+  FA_DEVICE void store_box(const Output& o, const FwdTile& tile, E* rows) const {
     if constexpr (T::kOwnOutput) {
       if (lane_ == 0) tma_store_wait_read();
       __syncwarp();
@@ -118,7 +102,7 @@ class FwdEpilogue {
     for (int i = 0; i < T::kDimV / 16; ++i) {
       const uint32_t address =
           base + i / 4 * (T::kTileM * 128) + (((i % 4 * 2 + half) ^ (row % 8)) * 16);
-      const float* f = step.o.data() + 8 * i;
+      const float* f = o.data() + 8 * i;
       constexpr DType kType = T::kConfig.dtype;
       store_matrices(address, pack_pair<kType>(f[0], f[1]), pack_pair<kType>(f[2], f[3]),
                      pack_pair<kType>(f[4], f[5]), pack_pair<kType>(f[6], f[7]));
@@ -139,30 +123,26 @@ class FwdEpilogue {
 
   // fp32 output, and the last rows of a packed sequence: one pair of columns per store.
   template <class View>
-  FA_DEVICE void store_rows(FwdStep<Row>&, View& o, const FwdTile& tile) const {
-    const SeqInfo& s = tile.seq;
-    const TensorArg& out = args_.out;
+  FA_DEVICE void store_rows(const View& view, const FwdTile& tile) const {
+    char* out = out_rows(args_, tile.seq, tile.head_q);
+    const int size = args_.out_fp32 != 0 ? 4 : 2;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row = s.m_first + first_row() + 8 * r;
-      if (row >= s.q_slot) continue;
-      const int64_t at = s.q_batch * out.stride_batch +
-                         (int64_t(s.q_begin) + row) * out.stride_row +
-                         tile.head_q * out.stride_head + 2 * (lane_ % 4);
+      const int row = tile.seq.m_first + first_row() + 8 * r;
+      if (row >= tile.seq.q_slot) continue;
+      char* at = out + (row * args_.out.stride_row + 2 * (lane_ % 4)) * size;
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(o); c += 2) {
+      for (int c = 0; c < cute::size<1>(view); c += 2) {
         if (4 * c >= args_.dim_v) continue;
         if (args_.out_fp32 != 0)
-          *reinterpret_cast<float2*>(static_cast<float*>(out.data) + at + 4 * c) =
-              float2{o(r, c), o(r, c + 1)};
+          *reinterpret_cast<float2*>(at + 16 * c) = float2{view(r, c), view(r, c + 1)};
         else
-          *reinterpret_cast<uint32_t*>(static_cast<E*>(out.data) + at + 4 * c) =
-              pack_pair<T::kConfig.dtype>(o(r, c), o(r, c + 1));
+          *reinterpret_cast<uint32_t*>(at + 8 * c) =
+              pack_pair<T::kConfig.dtype>(view(r, c), view(r, c + 1));
       }
     }
   }
 
-  FwdSmem<Row>& smem_;
   const FwdArgs& args_;
   const TensorMap& map_;
   int warp_, lane_;  // warp among the consumers

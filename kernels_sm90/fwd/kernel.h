@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/attend_tile.h"
-#include "kernels_sm90/fwd/epilogue.h"
+#include "kernels_sm90/fwd/step.h"
 #include "kernels_sm90/fwd/producer.h"
 
 namespace fa::sm90 {
@@ -22,6 +22,7 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
     smem.q_slots.init(T::kConsumerWarps);
     smem.k_slots.init(T::kConsumerWarps);
     smem.v_slots.init(T::kConsumerWarps);
+    smem.tile_slots.init(T::kConsumerWarps + 1);  // and the loader
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
   }
@@ -30,22 +31,23 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
 
 template <class Row>
 FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread) {
-  FwdStep<Row> step(smem, params.args.scale_log2, thread);
-  FwdEpilogue<Row> epilogue(smem, params.args, params.out, thread);
-  step.turns.begin();
-  for (StaticTiles tiles(params.args.order); tiles.valid(); tiles.next()) {
-    const FwdTile tile = fwd_tile<Row>(params.args, tiles.index());
-    if (!tile.has_rows()) continue;
-    step.begin(tile);
-    const bool computed = tile.has_keys();
-    if (computed) {
-      step.set_scrub(tile, params.args.seq);
-      attend_tile<typename FwdTypes<Row>::Mask>(step, tile.range);
+  using T = FwdTypes<Row>;
+  FwdStep<Row> step(smem, params.args, params.out, thread);
+  for (SlotCursor<kTileSlots> at{0};; at.advance()) {
+    mbarrier_wait(&smem.tile_slots.full[at.slot], at.parity);
+    const FwdTile& tile = smem.tiles[at.slot];
+    if (!tile.has_work()) step.flush();
+    if (tile.last) break;
+    if (tile.has_work()) {
+      step.begin(at.slot);
+      const KeyRange range = tile.range;
+      attend_tile<typename T::Mask>(step, range);
+    } else {
+      store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
+      step.retire(at.slot);
     }
-    epilogue.store(step, tile, computed);
   }
-  step.turns.end();
-  epilogue.drain();
+  step.end();
 }
 
 template <class Row>
@@ -53,9 +55,9 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
     fa_fwd(const __grid_constant__ KernelParams<Row> params) {
   using T = FwdTypes<Row>;
   using Budget = RegisterBudget<T::kThreads>;
-  extern __shared__ unsigned char buffer[];
-  const uint32_t offset = shared_address(buffer) % kSmemAlign;
-  auto& smem = *reinterpret_cast<FwdSmem<Row>*>(buffer + (offset == 0 ? 0 : kSmemAlign - offset));
+  // Aligned by the linker, so that every address in it is a constant.
+  extern __shared__ __align__(kSmemAlign) unsigned char buffer[];
+  auto& smem = *reinterpret_cast<FwdSmem<Row>*>(buffer);
   init_barriers(smem);
 
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
@@ -65,7 +67,9 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
       tma_prefetch_map(params.q);
       tma_prefetch_map(params.k);
       tma_prefetch_map(params.v);
-      produce<Row>(params.args, TmaQ<Row>{params.q, smem}, TmaKv<Row>{params.k, params.v, smem});
+      produce<Row>(smem, TmaQ<Row>{params.q, smem}, TmaKv<Row>{params.k, params.v, smem});
+    } else if (threadIdx.x == 32) {
+      schedule<Row>(params.args, smem);
     }
   } else {
     grow_registers<Budget::kConsumer>();

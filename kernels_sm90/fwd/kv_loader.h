@@ -4,7 +4,6 @@
 
 #include "kernels_sm90/common/tma.h"
 #include "kernels_sm90/fwd/smem.h"
-#include "kernels_sm90/fwd/tile.h"
 
 namespace fa::sm90 {
 

@@ -8,22 +8,48 @@
 
 namespace fa::sm90 {
 
-// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is
-// requested while the last blocks of this one are being worked on.
+// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is requested while the
+// last blocks of this one are being worked on.
 template <class Row>
-FA_DEVICE void produce(const FwdArgs& args, TmaQ<Row> q, TmaKv<Row> kv) {
-  for (StaticTiles tiles(args.order); tiles.valid(); tiles.next()) {
-    const FwdTile tile = fwd_tile<Row>(args, tiles.index());
-    if (!tile.has_rows() || !tile.has_keys()) continue;  // the consumers touch no slot either
-    int n = tile.range.end - 1;
-    q.load(tile);
-    kv.load_k(tile, n);
+FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
+  const int begin = tile.range.begin;
+  int n = tile.range.end - 1;
+  q.load(tile);
+  kv.load_k(tile, n);
 #pragma unroll 1
-    for (; n > tile.range.begin; --n) {
-      kv.load_k(tile, n - 1);
-      kv.load_v(tile, n);
-    }
+  for (; n > begin; --n) {
+    kv.load_k(tile, n - 1);
     kv.load_v(tile, n);
+  }
+  kv.load_v(tile, n);
+}
+
+// Describes the tiles of this block, as far ahead as there are slots. One lane of its own warp.
+template <class Row>
+FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
+  SlotCursor<kTileSlots> at{1};
+  for (StaticTiles tiles(args.order);; tiles.next()) {
+    mbarrier_wait(&smem.tile_slots.empty[at.slot], at.parity);
+    FwdTile& tile = smem.tiles[at.slot];
+    if (tiles.valid())
+      fwd_tile<Row>(args, tiles.index(), tile);
+    else
+      tile.last = 1;
+    mbarrier_arrive(&smem.tile_slots.full[at.slot]);
+    if (!tiles.valid()) return;
+    at.advance();
+  }
+}
+
+// Brings the operands of the tiles described. One lane of its own warp.
+template <class Row>
+FA_DEVICE void produce(FwdSmem<Row>& smem, TmaQ<Row> q, TmaKv<Row> kv) {
+  for (SlotCursor<kTileSlots> at{0};; at.advance()) {
+    mbarrier_wait(&smem.tile_slots.full[at.slot], at.parity);
+    const FwdTile& tile = smem.tiles[at.slot];
+    if (tile.last) return;
+    if (tile.has_work()) load_tile<Row>(tile, q, kv);
+    mbarrier_arrive(&smem.tile_slots.empty[at.slot]);
   }
 }
 

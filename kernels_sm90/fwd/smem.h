@@ -4,10 +4,12 @@
 
 #include "kernels_sm90/common/pipeline.h"
 #include "kernels_sm90/fwd/config.h"
+#include "kernels_sm90/fwd/tile.h"
 
 namespace fa::sm90 {
 
 inline constexpr int kSmemLimit = 232448;  // bytes a thread block may use
+inline constexpr int kTileSlots = 4;  // tiles described ahead: the divisions of a description take about a microsecond
 inline constexpr int kSmemAlign = 1024;    // of a tile with 128-byte swizzle
 
 template <class Row>
@@ -21,6 +23,8 @@ struct FwdSmem {
   alignas(kSmemAlign) E o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];  // panels as in Q, one slot
   SlotBarriers<T::kQSlots> q_slots;
   SlotBarriers<T::kStages> k_slots, v_slots;
+  SlotBarriers<kTileSlots> tile_slots;
+  FwdTile tiles[kTileSlots];
 
   // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·64.
   FA_DEVICE E* output_rows(int q_slot, int warp) {
@@ -29,9 +33,7 @@ struct FwdSmem {
   }
 };
 
-// The dynamic buffer is only promised 16-byte alignment, so one alignment is added and rounded
-// away.
 template <class Row>
-inline constexpr int kFwdSmemBytes = static_cast<int>(sizeof(FwdSmem<Row>)) + kSmemAlign;
+inline constexpr int kFwdSmemBytes = static_cast<int>(sizeof(FwdSmem<Row>));
 
 }  // namespace fa::sm90

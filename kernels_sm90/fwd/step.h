@@ -3,109 +3,138 @@
 // S(n) hides behind it.
 #pragma once
 
-#include "kernels_common/device/online_softmax.h"
-#include "kernels_sm90/fwd/smem.h"
-#include "kernels_sm90/fwd/tile.h"
+#include "kernels_sm90/fwd/epilogue.h"
 
 namespace fa::sm90 {
 
+// The last P·V of a tile is not waited for: it runs beside the first Q·Kᵀ of the next tile, and O is stored while the
+// other warpgroups compute. A row whose O reuses Q's buffer cannot do that and finishes each tile by itself.
 template <class Row>
 class FwdStep {
   using T = FwdTypes<Row>;
   using E = typename T::E;
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
-  template <int kM, int kN>
-  using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;
+  static constexpr bool kCarry = T::kOwnOutput;
+  static constexpr bool kAlwaysRescale = T::kConfig.rescale == Rescale::kAlways;
 
  public:
-  FA_DEVICE FwdStep(FwdSmem<Row>& smem, float scale_log2, int thread)
-      : turns{__shfl_sync(0xffffffffu, thread / kWarpgroupThreads, 0)},
-        smem_(smem),
-        scale_log2_(scale_log2),
-        thread_(thread) {}
-
-  // Row of the tile that belongs to view row 0 of this thread.
-  FA_DEVICE int first_row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
-
-  FA_DEVICE void begin(const FwdTile& tile) {
-    m_first_ = tile.seq.m_first;
-    if constexpr (T::Mask::kNeeded)
-      mask_ = BandMask{tile.band, tile.seq.k_len};
-    else
-      mask_ = NoMask{tile.seq.k_len};
-    softmax.reset();
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(o); ++i) o(i) = 0.f;
+  FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
+      : smem_(smem),
+        turns_{__shfl_sync(0xffffffffu, thread / kWarpgroupThreads, 0)},
+        epilogue_(args, out_map, thread),
+        scale_log2_(args.scale_log2),
+        thread_(thread) {
+    turns_.begin();
   }
 
-  // Which V rows does no row of the sequence see? They may hold NaN, and 0 · NaN is NaN.
-  // Only the first and the last block of a tile can hold such rows.
-  FA_DEVICE void set_scrub(const FwdTile& tile, const SeqArgs& args) {
-    const SeqInfo& s = tile.seq;
-    keys_hi_ = s.k_len;
-    if constexpr (T::Mask::kNeeded) {
-      keys_lo_ = max_of(0, tile.band.first_key(0));
-      keys_hi_ = min_of(s.k_len, min_of(tile.band.last_key(s.q_len - 1), kUnlimited - 1) + 1);
-      scrub_last_ = tile.range.begin * T::kTileN < keys_lo_;
-      last_block_ = tile.range.begin;
-    }
-    const int end_of_tensor =
-        (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;  // TMA zeros follow
-    scrub_first_ = tile.range.end * T::kTileN > keys_hi_ && keys_hi_ < end_of_tensor;
-  }
+  FA_DEVICE void begin(int tile_slot) { tile_slot_ = tile_slot; }
 
   FA_DEVICE void first(int n) {
-    mbarrier_wait(&smem_.q_slots.full[q_at.slot], q_at.parity);
-    issue_qk();
-    wait_products<0>();
-    cute::warpgroup_fence_operand(s_);
-    release(smem_.k_slots, k_at_);
-    mask_scores(n);
-    update();
+    mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
+    if (pending_slot_ >= 0)
+      first_behind(n);
+    else
+      first_alone(n);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(o_); ++i) o_(i) = 0.f;
     pack_probabilities();
-    if (scrub_first_) scrub(n);
+    if (tile().scrub_first) scrub(n);
   }
 
   template <class Edge>
   FA_DEVICE void next(int n, Edge) {
-    turns.wait_turn();
+    turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ
     issue_pv();  // O += P · V(n+1)
-    turns.pass_turn();
+    turns_.pass_turn();
     wait_products<1>();  // S is there
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
     if constexpr (Edge::kMasked) mask_scores(n);
-    update();
-    cute::warpgroup_fence_operand(s_);  // keeps the exponentials before the wait
+    const bool grown = update();
     wait_products<0>();                 // O is there, P's registers are free
-    cute::warpgroup_fence_operand(o);
+    cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    rescale_output();
+    if (kAlwaysRescale || __any_sync(0xffffffffu, grown)) rescale_output();
     pack_probabilities();
   }
 
   FA_DEVICE void last() {
-    if constexpr (T::kOwnOutput) release_q();
+    if constexpr (T::kOwnOutput) release(smem_.q_slots, q_at_);
     if constexpr (T::Mask::kNeeded)
-      if (scrub_last_) scrub(last_block_);
-    issue_pv();
-    wait_products<0>();
-    cute::warpgroup_fence_operand(o);
-    release(smem_.v_slots, v_at_);
+      if (tile().scrub_last) scrub(tile().range.begin);
+    pending_slot_ = tile_slot_;
+    if constexpr (!kCarry) flush();
   }
 
-  // All reads of Q and, where O reuses its slot, of O are done.
-  FA_DEVICE void release_q() { release(smem_.q_slots, q_at); }
+  // Finishes the tile whose last product is still owed, if there is one.
+  FA_DEVICE void flush() {
+    if (pending_slot_ < 0) return;
+    issue_pv();
+    wait_products<0>();
+    cute::warpgroup_fence_operand(o_);
+    release(smem_.v_slots, v_at_);
+    store_pending(softmax_);
+  }
 
-  using OutputAcc = decltype(cute::partition_fragment_C(MmaPv{}, Extent<T::kTileM, T::kDimV>{}));
-  OutputAcc o;  // ((2, 2, dim_v / 8), 1, 1)
-  OnlineSoftmax<2> softmax;
-  typename T::Turns turns;
-  SlotCursor<T::kQSlots> q_at{0};
+  // Every lane of the warp has read the tile's description.
+  FA_DEVICE void retire(int tile_slot) const {
+    __syncwarp();
+    if (thread_ % 32 == 0) mbarrier_arrive(&smem_.tile_slots.empty[tile_slot]);
+  }
+
+  FA_DEVICE void end() const {
+    turns_.end();
+    epilogue_.drain();
+  }
 
  private:
+  FA_DEVICE const FwdTile& tile() const { return smem_.tiles[tile_slot_]; }
+
+  FA_DEVICE void first_alone(int n) {
+    issue_qk();
+    wait_products<0>();
+    cute::warpgroup_fence_operand(s_);
+    release(smem_.k_slots, k_at_);
+    softmax_.reset();
+    mask_scores(n);
+    update();
+  }
+
+  FA_DEVICE void first_behind(int n) {
+    turns_.wait_turn();
+    issue_qk();  // S  = Q · K(n)ᵀ of this tile
+    issue_pv();  // O += P · V of the tile before
+    turns_.pass_turn();
+    wait_products<1>();
+    cute::warpgroup_fence_operand(s_);
+    release(smem_.k_slots, k_at_);
+    OnlineSoftmax<2> done = softmax_;
+    softmax_.reset();
+    mask_scores(n);
+    update();
+    wait_products<0>();
+    cute::warpgroup_fence_operand(o_);
+    release(smem_.v_slots, v_at_);
+    store_pending(done);
+  }
+
+  FA_DEVICE void store_pending(OnlineSoftmax<2>& softmax) {
+    const FwdTile& done = smem_.tiles[pending_slot_];
+    epilogue_.store(o_, softmax, done, smem_.output_rows(q_at_.slot, 0));
+    if constexpr (!T::kOwnOutput) {
+      epilogue_.drain();
+      __syncwarp();
+      release(smem_.q_slots, q_at_);
+    }
+    retire(pending_slot_);
+    pending_slot_ = -1;
+  }
+
+  // Row of the tile that belongs to view row 0 of this thread.
+  FA_DEVICE int first_row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+
   template <int kPending>
   FA_DEVICE static void wait_products() {
     cute::warpgroup_wait<kPending>();
@@ -123,7 +152,7 @@ class FwdStep {
                                typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k),
                                typename T::LayoutK{});  // (tile_n, dim_qk, stage)
-    auto slice = MmaQk{}.get_slice(turns.warpgroup * kWarpgroupThreads);
+    auto slice = MmaQk{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
     auto a = slice.partition_fragment_A(q);  // (MMA, 1, MMA_K, slot)
     auto b = slice.partition_fragment_B(k);  // (MMA, 1, MMA_K, stage)
     cute::warpgroup_fence_operand(s_);
@@ -132,7 +161,7 @@ class FwdStep {
     mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<2>(a); ++i) {
-      cute::gemm(mma, a(cute::_, cute::_, i, q_at.slot), b(cute::_, cute::_, i, k_at_.slot), s_);
+      cute::gemm(mma, a(cute::_, cute::_, i, q_at_.slot), b(cute::_, cute::_, i, k_at_.slot), s_);
       mma.accumulate_ = cute::GMMA::ScaleOut::One;
     }
     cute::warpgroup_commit_batch();
@@ -142,36 +171,59 @@ class FwdStep {
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
                                typename T::LayoutVt{});  // (dim_v, tile_n, stage)
-    auto slice = MmaPv{}.get_slice(turns.warpgroup * kWarpgroupThreads);
+    auto slice = MmaPv{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
     auto b = slice.partition_fragment_B(v);  // (MMA, 1, MMA_K, stage)
-    cute::warpgroup_fence_operand(o);
+    cute::warpgroup_fence_operand(o_);
     cute::warpgroup_fence_operand(p_);
     cute::warpgroup_arrive();
     MmaPv mma;
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<2>(p_); ++i)
-      cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot), o);
+      cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot), o_);
     cute::warpgroup_commit_batch();
+  }
+
+  FA_DEVICE typename T::Mask mask() const {
+    if constexpr (T::Mask::kNeeded)
+      return BandMask{tile().band, tile().seq.k_len};
+    else
+      return NoMask{tile().seq.k_len};
   }
 
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
-    mask_.template apply<64>(view, m_first_ + first_row(),
-                             n * T::kTileN + acc_first_col(thread_ % 32));
+    mask().template apply<64>(view, tile().seq.m_first + first_row(), n * T::kTileN + acc_first_col(thread_ % 32));
   }
 
-  FA_DEVICE void update() {
+  // Scores to probabilities; whether O must be rescaled.
+  FA_DEVICE bool update() {
     auto view = acc_view(s_);
-    softmax.update(view, scale_log2_);
+    if constexpr (kAlwaysRescale) {
+      softmax_.update(view, scale_log2_);
+      return true;
+    }
+    const bool grown = softmax_.template update_max<true>(view, scale_log2_);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const float shift = softmax_.shift(r, scale_log2_);
+      float partial[2] = {0.f, 0.f};
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c) {
+        view(r, c) = exp2_approx(view(r, c) * scale_log2_ - shift);
+        partial[c % 2] += view(r, c);
+      }
+      softmax_.sum[r] = softmax_.sum[r] * softmax_.alpha[r] + (partial[0] + partial[1]);
+    }
+    return grown;
   }
 
   FA_DEVICE void rescale_output() {
-    auto view = acc_view(o);  // (2, dim_v / 4)
+    auto view = acc_view(o_);  // (2, dim_v / 4)
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= softmax.alpha[r];
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= softmax_.alpha[r];
     }
   }
 
@@ -195,23 +247,24 @@ class FwdStep {
   }
   FA_DEVICE void scrub(int n) {
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
-    scrub_rows(smem_.v + v_at_.slot * T::kTileN * T::kDimV, keys_lo_ - n * T::kTileN,
-               keys_hi_ - n * T::kTileN, thread_);
+    scrub_rows(smem_.v + v_at_.slot * T::kTileN * T::kDimV, tile().keys_lo - n * T::kTileN,
+               tile().keys_hi - n * T::kTileN, thread_);
     fence_async_shared();
     sync<T::kConsumers * kWarpgroupThreads>(Barrier::kScrub);
   }
 
   FwdSmem<Row>& smem_;
+  typename T::Turns turns_;
+  FwdEpilogue<Row> epilogue_;
   float scale_log2_;
   int thread_;  // among the consumers
-  int m_first_ = 0, keys_lo_ = 0, keys_hi_ = 0, last_block_ = 0;
-  bool scrub_first_ = false, scrub_last_ = false;
-  typename T::Mask mask_{};
+  int tile_slot_ = 0, pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
+  OnlineSoftmax<2> softmax_;
+  SlotCursor<T::kQSlots> q_at_{0};
   SlotCursor<T::kStages> k_at_{0}, v_at_{0};
-  decltype(cute::partition_fragment_C(
-      MmaQk{}, Extent<T::kTileM, T::kTileN>{})) s_;  // ((2, 2, tile_n / 8), 1, 1)
-  decltype(cute::make_tensor<E>(
-      cute::partition_shape_A(MmaPv{}, Extent<T::kTileM, T::kTileN>{}))) p_;  // (MMA, 1, MMA_K)
+  typename T::ScoreAcc s_;   // ((2, 2, tile_n / 8), 1, 1)
+  typename T::OutputAcc o_;  // ((2, 2, dim_v / 8), 1, 1)
+  typename T::Probabilities p_;  // (MMA, 1, MMA_K): 16-bit
 };
 
 }  // namespace fa::sm90

@@ -8,35 +8,54 @@
 
 namespace fa::sm90 {
 
+// Written by the producer, read by the consumers, who keep none of it in registers.
 struct FwdTile {
   SeqInfo seq;
   Band band;
   KeyRange range;
   int head_q, head_k;
+  int keys_lo, keys_hi;           // keys that some row of the sequence sees
+  int scrub_first, scrub_last;    // the first (rightmost), last block holds V rows outside them
+  int last;                       // 1: no tile, the block is done
 
-  FA_DEVICE bool has_rows() const { return seq.m_first < seq.q_slot; }
-  FA_DEVICE bool has_keys() const { return range.begin < range.end; }
+  // Otherwise neither side touches a slot of Q, K or V.
+  FA_DEVICE bool has_work() const { return last == 0 && range.begin < range.end; }
 };
 
+// V rows that no row of the sequence sees may hold NaN, and 0 · NaN is NaN. Only the first and the last block of a tile
+// can bring such rows; behind the end of the tensor TMA brings zeros.
 template <class Row>
-FA_DEVICE FwdTile fwd_tile(const FwdArgs& args, int index) {
+FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
+  using T = FwdTypes<Row>;
+  const SeqInfo& s = tile.seq;
+  tile.keys_lo = 0;
+  tile.keys_hi = s.k_len;
+  if constexpr (T::Mask::kNeeded) {
+    tile.keys_lo = max_of(0, tile.band.first_key(0));
+    tile.keys_hi = min_of(s.k_len, min_of(tile.band.last_key(s.q_len - 1), kUnlimited - 1) + 1);
+  }
+  const int end_of_tensor = (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;
+  tile.scrub_first = tile.range.end * T::kTileN > tile.keys_hi && tile.keys_hi < end_of_tensor;
+  tile.scrub_last = tile.range.begin * T::kTileN < tile.keys_lo;
+}
+
+template <class Row>
+FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   using T = FwdTypes<Row>;
   const TileCoord coord = tile_coord(args.order, index);
   const int batch = coord.head / args.heads_q;  // packed: 0
-  FwdTile tile;
-  tile.seq = seq_info(args.seq, coord.m, batch, T::kTileM);
-  tile.head_q = coord.head - batch * args.heads_q;
-  tile.head_k = tile.head_q / args.group;
-  const SeqInfo& s = tile.seq;
-  if constexpr (T::Mask::kNeeded)
-    tile.band = make_band(args.band, s.q_len, s.k_len);
-  else
-    tile.band = Band{kUnlimited, kUnlimited, 0, 0};
-  tile.range = KeyRange{0, 0, 0, 0, 0, 0};
-  if (s.m_first < s.q_len)
-    tile.range = key_range(tile.band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1,
-                           s.k_len, T::kTileN);
-  return tile;
+  const SeqInfo s = seq_info(args.seq, coord.m, batch, T::kTileM);
+  const int head_q = coord.head - batch * args.heads_q;
+  tile.seq = s;
+  tile.head_q = head_q;
+  tile.head_k = head_q / args.group;
+  const Band band = T::Mask::kNeeded ? make_band(args.band, s.q_len, s.k_len) : Band{kUnlimited, kUnlimited, 0, 0};
+  tile.band = band;
+  tile.range = s.m_first >= s.q_len ? KeyRange{0, 0, 0, 0, 0, 0}
+                                    : key_range(band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len,
+                                                T::kTileN);
+  tile.last = 0;
+  find_hidden_keys<Row>(args.seq, tile);
 }
 
 // Every second round runs backwards, so that no block always gets the longer tile of a round.
