@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -55,10 +56,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("build", type=Path, help="the build folder")
     build = parser.parse_args(argv).build
-    tool = toolchain.find_cuda_tool("cuobjdump")
-    if tool is None:
-        print("check_sass: no cuobjdump; `pip install nvidia-cuda-cuobjdump`.", file=sys.stderr)
+    tools = [toolchain.find_cuda_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    if None in tools:
+        print(
+            "check_sass: cuobjdump and nvdisasm are both needed; "
+            "`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.",
+            file=sys.stderr,
+        )
         return 2
+    # cuobjdump looks for nvdisasm on PATH.
+    folders = [str(Path(str(tool)).parent) for tool in tools]
+    environment = dict(os.environ, PATH=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
     rows = json.loads((build / "generated" / "rows.json").read_text())
     found = []
     print(f"{'row':40} {'target':8}" + "".join(f"{name:>9}" for name in SHOWN))
@@ -67,7 +75,8 @@ def main(argv: list[str] | None = None) -> int:
         if len(objects) != 1:
             found.append(f"{row['id']}: {len(objects)} objects in {build}; build the row first.")
             continue
-        done = subprocess.run([tool, "-sass", str(objects[0])], capture_output=True, text=True)
+        command = [str(tools[0]), "-sass", str(objects[0])]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         if done.returncode != 0:
             found.append(f"{row['id']}: cuobjdump failed: {done.stderr.strip()}")
             continue
