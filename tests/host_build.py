@@ -33,7 +33,7 @@ def build(folder: Path, table: str = "test::kTable", shim: bool = True) -> Path:
     sources = [str(p) for d in ("api", "host") for p in (ROOT / "kernels_common" / d).glob("*.cpp")]
     common = [str(compiler()), "-O1", "-fPIC", "-shared", f"-I{ROOT}", "-Wl,-z,now"]
     library = folder / "libfa.so"
-    # A name of its own: the loader takes a library of a name it has already loaded for the same one.
+    # A name of its own: the loader takes a library of a name that it knows for the one it knows.
     soname = f"-Wl,-soname,libfa-{uuid.uuid4().hex}.so"
     names = ["-std=c++20", soname, *sources, str(registry), "-o", str(library)]
     subprocess.run([*common, *names], check=True)

@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
+
+from torch.compiler import is_compiling
 
 # The number is what the C side sees: 0 no preference, 1 the torch implementation, else the
 # architecture (fa_options.force_arch).
@@ -54,6 +57,17 @@ def _set(name: str) -> None:
         listener(BACKENDS[name])
 
 
+@contextlib.contextmanager
+def during(name: str) -> Iterator[None]:
+    """`name` is this thread's backend while the context lasts; also while something is traced."""
+    before = current()
+    _set(name)
+    try:
+        yield
+    finally:
+        _set(before)
+
+
 class backend:
     """Chooses the backend of every call in this thread while the context lasts.
 
@@ -72,6 +86,12 @@ class backend:
         self._before: list[str] = []
 
     def __enter__(self) -> backend:
+        if is_compiling():
+            raise RuntimeError(
+                f'fa.backend("{self._name}") was entered inside a function that torch.compile '
+                "traces, where it would last for the trace only. Enter it around the call of the "
+                "compiled function."
+            )
         self._before.append(current())
         _set(self._name)
         return self

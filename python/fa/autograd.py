@@ -114,7 +114,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         options = {**ctx.options, **dict(zip(ctx.tensor_options, tensors, strict=True))}
-        with _backend.backend(ctx.backend):
+        with _backend.during(ctx.backend):
             dq, dk, dv, dsinks = torch.ops.fa.backward(
                 dout, q, k, v, out, lse, sinks=sinks, dlse=dlse, **options
             )

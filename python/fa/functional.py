@@ -93,24 +93,57 @@ def _given(*args: Any) -> list[Any]:
     return [value for value in args if value is not None]
 
 
+class ForwardOutPacket(type(_FORWARD)):  # type: ignore[misc]
+    """torch.ops.fa.forward_out: errors of their own type, odd head dims, no lost gradients."""
+
+    def __call__(self, /, *args: Any, **options: Any) -> None:
+        if is_compiling():
+            return _PACKET_CALL(self, *args, **options)
+        if _grad_enabled() and any(
+            isinstance(t, Tensor) and t.requires_grad for t in (*args, *options.values())
+        ):
+            raise NotImplementedError(
+                "fa::forward_out: an input requires a gradient, and autograd does not see what is "
+                "written into a buffer. Call fa::forward, or call this under torch.no_grad()."
+            )
+        try:
+            return _PACKET_CALL(self, *args, **options)
+        except RuntimeError as error:
+            if not str(error).startswith(_PAD):
+                raise _typed(error) from None
+        buffers = options.pop("out"), options.pop("lse")
+        options["out_dtype"] = buffers[0].dtype
+        for buffer, result in zip(buffers, _FORWARD(*args, **options), strict=True):
+            buffer.copy_(result)
+        return None
+
+
 _FORWARD.__class__ = ForwardPacket
+torch.ops.fa.forward_out.__class__ = ForwardOutPacket
+
+_PAD, _UNSUPPORTED = "fa: pad: ", "fa: not supported: "
+
+
+def _typed(error: RuntimeError) -> Exception:
+    """An error of a raw operator as the exception that its text stands for."""
+    text = str(error)
+    if isinstance(error, NotImplementedError):
+        return error
+    if "Expected a value of type" in text:
+        text = text.split("\nPosition")[0].replace("::_forward_dense()", "::forward()")
+        return TypeError(text.replace("::_forward()", "::forward()"))
+    if text.startswith(_UNSUPPORTED):
+        return NotImplementedError(text.removeprefix(_UNSUPPORTED))
+    return error
 
 
 def _second_try(
     error: RuntimeError, args: tuple[Any, ...], options: dict[str, Any]
 ) -> tuple[Tensor, Tensor]:
     """What the raw operator refused: odd head dims go the composite way; the rest gets its type."""
-    if isinstance(error, NotImplementedError):
-        raise error
-    text = str(error)
-    if "Expected a value of type" in text:
-        text = text.split("\nPosition")[0].replace("::_forward_dense()", "::forward()")
-        raise TypeError(text.replace("::_forward()", "::forward()")) from None
-    if text.startswith("fa: not supported: "):
-        raise NotImplementedError(text.removeprefix("fa: not supported: ")) from None
-    if text.startswith("fa: pad: "):
+    if str(error).startswith(_PAD):
         return _PACKET_CALL(_FORWARD, *args, **options)
-    raise error
+    raise _typed(error) from None
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -172,3 +172,16 @@ def test_export_names_the_raw_operator() -> None:
     assert OPS.forward.default not in targets
     x = torch.randn(2, 50, 32)
     assert (program.module()(x) - block(x)).abs().max() < 1e-5
+
+
+def test_backend_is_not_traced_away() -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with fa.backend("cpu"):
+            return fa.attention(q, k, v)
+
+    with pytest.raises(Exception, match="inside a function that torch.compile"):
+        torch.compile(function, backend="aot_eager", fullgraph=True)(*tensors())
+    compiled = torch.compile(fa.attention, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(*tensors()), fa.attention(*tensors()))
+    with fa.backend("sm80"), pytest.raises(ValueError, match='"sm80" takes CUDA tensors only'):
+        compiled(*tensors())
