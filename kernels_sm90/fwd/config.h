@@ -6,7 +6,7 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "kernels_common/device/band_mask.h"
+#include "kernels_sm90/common/band_bits.h"
 #include "kernels_common/device/element.h"
 #include "kernels_sm90/common/roles.h"
 #include "kernels_sm90/common/turns.h"
@@ -38,12 +38,12 @@ struct FwdTypes {
                 "only TMA loaders exist on Hopper");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.step == StepKind::kOverlap && kConfig.score == ScoreKind::kScale);
-  static_assert(kConfig.exp == ExpKind::kMufu);
+  static_assert(kConfig.rescale == Rescale::kAlways && kConfig.exp == ExpKind::kMufu);
   static_assert(kOwnOutput || kDimV <= kDimQk, "O can reuse Q's buffer only if it is no wider");
 
   using E = Element<kConfig.dtype>;
   using Turns = typename TurnsOf<kConfig.turns, kConsumers>::type;
-  using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandMask>;
+  using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandBits>;
 
   // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots
   // last.

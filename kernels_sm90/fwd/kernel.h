@@ -36,16 +36,29 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
   for (SlotCursor<kTileSlots> at{0};; at.advance()) {
     mbarrier_wait(&smem.tile_slots.full[at.slot], at.parity);
     const FwdTile& tile = smem.tiles[at.slot];
-    if (!tile.has_work()) step.flush();
-    if (tile.last) break;
-    if (tile.has_work()) {
-      step.begin(at.slot);
-      const KeyRange range = tile.range;
-      attend_tile<typename T::Mask>(step, range);
-    } else {
-      store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
-      step.retire(at.slot);
+    const bool work = tile.has_work();
+    KeyRange range = tile.range;
+    const int passed = work ? tile.passed[step.warpgroup()] : 0;
+    // Every warpgroup takes one turn per block, passed or not, and one for each tile that ends the carrying.
+    const int alone = work && T::kOwnOutput ? 0 : 1;
+#pragma unroll 1
+    for (int i = 0; i < alone + passed; ++i) {
+      step.settle();
+      if (i >= alone) step.pass_block();
     }
+    if (tile.last) break;
+    range.end -= passed;
+    range.full_end = min_of(range.full_end, range.end);
+    if (range.begin < range.end) {
+      step.begin(at.slot);
+      attend_tile<typename T::Mask>(step, range);
+      continue;  // the step retires the tile
+    }
+    if (work)
+      step.pass_query();
+    else
+      store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
+    step.retire(at.slot);
   }
   step.end();
 }

@@ -16,7 +16,6 @@ class FwdStep {
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
   static constexpr bool kCarry = T::kOwnOutput;
-  static constexpr bool kAlwaysRescale = T::kConfig.rescale == Rescale::kAlways;
 
  public:
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
@@ -32,7 +31,7 @@ class FwdStep {
 
   FA_DEVICE void first(int n) {
     mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
-    if (pending_slot_ >= 0)
+    if (kCarry && pending_slot_ >= 0)
       first_behind(n);
     else
       first_alone(n);
@@ -52,11 +51,11 @@ class FwdStep {
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
     if constexpr (Edge::kMasked) mask_scores(n);
-    const bool grown = update();
+    update();
     wait_products<0>();                 // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    if (kAlwaysRescale || __any_sync(0xffffffffu, grown)) rescale_output();
+    rescale_output();
     pack_probabilities();
   }
 
@@ -65,17 +64,34 @@ class FwdStep {
     if constexpr (T::Mask::kNeeded)
       if (tile().scrub_last) scrub(tile().range.begin);
     pending_slot_ = tile_slot_;
-    if constexpr (!kCarry) flush();
   }
 
-  // Finishes the tile whose last product is still owed, if there is one.
-  FA_DEVICE void flush() {
-    if (pending_slot_ < 0) return;
+  // Takes one turn and, in it, finishes the tile whose last product is still owed, if there is one.
+  FA_DEVICE void settle() {
+    turns_.wait_turn();
+    if (pending_slot_ < 0) {
+      turns_.pass_turn();
+      return;
+    }
     issue_pv();
+    turns_.pass_turn();
     wait_products<0>();
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
     store_pending(softmax_);
+  }
+
+  // A block or a tile without anything for this warpgroup: its slots go back unread. They must be full first, or two
+  // rounds of a slot would be released in one.
+  FA_DEVICE void pass_block() {
+    mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
+    release(smem_.k_slots, k_at_);
+    mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
+    release(smem_.v_slots, v_at_);
+  }
+  FA_DEVICE void pass_query() {
+    mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
+    release(smem_.q_slots, q_at_);
   }
 
   // Every lane of the warp has read the tile's description.
@@ -83,6 +99,8 @@ class FwdStep {
     __syncwarp();
     if (thread_ % 32 == 0) mbarrier_arrive(&smem_.tile_slots.empty[tile_slot]);
   }
+
+  FA_DEVICE int warpgroup() const { return turns_.warpgroup; }
 
   FA_DEVICE void end() const {
     turns_.end();
@@ -93,7 +111,9 @@ class FwdStep {
   FA_DEVICE const FwdTile& tile() const { return smem_.tiles[tile_slot_]; }
 
   FA_DEVICE void first_alone(int n) {
+    turns_.wait_turn();
     issue_qk();
+    turns_.pass_turn();
     wait_products<0>();
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
@@ -186,7 +206,7 @@ class FwdStep {
 
   FA_DEVICE typename T::Mask mask() const {
     if constexpr (T::Mask::kNeeded)
-      return BandMask{tile().band, tile().seq.k_len};
+      return BandBits{tile().band, tile().seq.k_len};
     else
       return NoMask{tile().seq.k_len};
   }
@@ -196,26 +216,9 @@ class FwdStep {
     mask().template apply<64>(view, tile().seq.m_first + first_row(), n * T::kTileN + acc_first_col(thread_ % 32));
   }
 
-  // Scores to probabilities; whether O must be rescaled.
-  FA_DEVICE bool update() {
+  FA_DEVICE void update() {
     auto view = acc_view(s_);
-    if constexpr (kAlwaysRescale) {
-      softmax_.update(view, scale_log2_);
-      return true;
-    }
-    const bool grown = softmax_.template update_max<true>(view, scale_log2_);
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      const float shift = softmax_.shift(r, scale_log2_);
-      float partial[2] = {0.f, 0.f};
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(view); ++c) {
-        view(r, c) = exp2_approx(view(r, c) * scale_log2_ - shift);
-        partial[c % 2] += view(r, c);
-      }
-      softmax_.sum[r] = softmax_.sum[r] * softmax_.alpha[r] + (partial[0] + partial[1]);
-    }
-    return grown;
+    softmax_.update(view, scale_log2_);
   }
 
   FA_DEVICE void rescale_output() {

@@ -16,6 +16,7 @@ struct FwdTile {
   int head_q, head_k;
   int keys_lo, keys_hi;           // keys that some row of the sequence sees
   int scrub_first, scrub_last;    // the first (rightmost), last block holds V rows outside them
+  int passed[4];                  // per consumer warpgroup: blocks at the right end that none of its rows sees
   int last;                       // 1: no tile, the block is done
 
   // Otherwise neither side touches a slot of Q, K or V.
@@ -39,6 +40,27 @@ FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
   tile.scrub_last = tile.range.begin * T::kTileN < tile.keys_lo;
 }
 
+// Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, and behind the last row. A block whose
+// rows are overwritten is passed by none, since all consumers take part in that.
+template <class Row>
+FA_DEVICE void find_passed_blocks(FwdTile& tile) {
+  using T = FwdTypes<Row>;
+  const SeqInfo& s = tile.seq;
+  const int blocks = tile.range.end - tile.range.begin;
+  for (int w = 0; w < T::kConsumers; ++w) {
+    const int first_row = s.m_first + 64 * w;
+    int passed = 0;
+    if (first_row >= s.q_slot) {
+      passed = blocks;
+    } else if (T::Mask::kNeeded && first_row < s.q_len) {
+      const int last_key = tile.band.last_key(min_of(first_row + 63, s.q_len - 1));
+      const int end = ceil_div(max_of(min_of(s.k_len, min_of(last_key, kUnlimited - 1) + 1), 0), T::kTileN);
+      passed = clamp_to(tile.range.end - end, 0, blocks - 1);
+    }
+    tile.passed[w] = tile.scrub_first || tile.scrub_last ? 0 : passed;
+  }
+}
+
 template <class Row>
 FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   using T = FwdTypes<Row>;
@@ -56,6 +78,7 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
                                                 T::kTileN);
   tile.last = 0;
   find_hidden_keys<Row>(args.seq, tile);
+  find_passed_blocks<Row>(tile);
 }
 
 // Every second round runs backwards, so that no block always gets the longer tile of a round.
