@@ -273,6 +273,81 @@ def test_bidirectional_model_equals_eager(side):
     assert_close(actual, expected)  # padding rows too: they see the tokens in both
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_windows_to_both_sides_equal_eager(side, calls):
+    config = transformers.ModernBertConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        local_attention=8,
+        global_attn_every_n_layers=2,
+        initializer_range=0.2,
+        **dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"), 0),
+        **dict.fromkeys(("cls_token_id", "sep_token_id"), 1),
+    )
+    torch.manual_seed(0)
+    model = transformers.ModernBertModel(config).eval()
+    ids, mask = tokens(3, 25), padding([25, 2, 14], 25, side)
+    with torch.no_grad():
+        expected, actual = both(model, lambda m: m(ids, attention_mask=mask).last_hidden_state)
+    assert_close(actual[mask.bool()], expected[mask.bool()])
+    assert {kwargs.get("window_size") for _, _, kwargs in calls} == {None, (4, 4)}
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_encoder_and_decoder_equal_eager(side):
+    config = transformers.BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=64,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96,
+        decoder_ffn_dim=96,
+        init_std=0.2,
+        pad_token_id=0,
+        max_position_embeddings=64,
+    )
+    torch.manual_seed(0)
+    model = transformers.BartModel(config).eval()
+    inputs = {
+        "input_ids": tokens(3, 15),
+        "attention_mask": padding([15, 2, 9], 15, side),
+        "decoder_input_ids": tokens(3, 7),
+    }
+    with torch.no_grad():
+        expected, actual = both(model, lambda m: m(**inputs).last_hidden_state)
+    assert_close(actual, expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Mistral", {"sliding_window": 6}),
+        ("Gemma2", {"sliding_window": 5, "query_pre_attn_scalar": 7}),
+        ("Qwen3", {}),
+        ("GptOss", {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_generation_from_static_caches_equals_eager(kind, options):
+    """Sliding layers keep a window of the cache; GptOss has sinks."""
+    ids, mask = tokens(2, 11), padding([6, 11], 11, "left")
+    expected, actual = both(
+        tiny(kind, **options),
+        lambda m: m.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=9,
+            do_sample=False,
+            cache_implementation="static",
+        ),
+    )
+    assert torch.equal(actual, expected)
+
+
 def module_of(model):
     return model.model.layers[0].self_attn
 
@@ -372,3 +447,24 @@ def test_compiled_model_equals_eager_attention():
         compiled = torch.compile(model, backend="eager", fullgraph=True)
         actual = compiled(ids, attention_mask=mask, use_cache=False).logits
     assert_close(actual[mask.bool()], expected[mask.bool()])
+
+
+def test_compiled_decoding_from_a_static_cache_equals_eager_attention():
+    model, ids, start = tiny(), tokens(2, 8), padding([5, 8], 8, "left")
+
+    def run(name, call):
+        model.set_attn_implementation(name)
+        cache = transformers.StaticCache(config=model.config, max_cache_len=16)
+        positions = (start.cumsum(1) - 1).clamp(min=0)
+        mask, logits = start, []
+        with torch.no_grad():
+            model(ids, attention_mask=start, position_ids=positions, past_key_values=cache)
+            for step in range(2):
+                mask = torch.cat([mask, mask.new_ones(2, 1)], 1)
+                positions = mask.sum(1, keepdim=True) - 1
+                inputs = {"attention_mask": mask, "position_ids": positions}
+                logits.append(call(ids[:, step : step + 1], past_key_values=cache, **inputs).logits)
+        return torch.cat(logits, 1)
+
+    expected = run("eager", model)
+    assert_close(run(NAME, torch.compile(model, backend="eager", fullgraph=True)), expected)
