@@ -18,6 +18,7 @@ import pytest
 import check_budgets
 import check_sass
 import compile_probe
+import gen_variants
 import toolchain
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -213,6 +214,15 @@ def test_settings_reach_cmake(backend, monkeypatch, capsys):
     backend.build_wheel("out", {"build-dir": "mine", "cmake.define.FA_ARCHS": "none"})
     assert backend.calls[1]["build-dir"] == "mine"
     assert backend.calls[1]["cmake.define.FA_ARCHS"] == "none"
+
+
+def test_presets_name_profiles_that_exist():
+    presets = json.loads((ROOT / "CMakePresets.json").read_text())
+    visible = {p["name"]: p for p in presets["configurePresets"] if not p.get("hidden")}
+    assert set(visible) == {"dev", "one", "release", "full", "lab", "smoke"}
+    assert {p["configurePreset"] for p in presets["buildPresets"]} == set(visible)
+    profiles = {p["cacheVariables"].get("FA_PROFILE") for p in visible.values()}
+    assert profiles - {None} == set(gen_variants.PROFILES)
 
 
 # --- Gauges -------------------------------------------------------------------------------------
