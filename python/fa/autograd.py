@@ -13,6 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 
 from fa import _backend, cpu
+from fa._raw import raw
 
 # Options that are tensors and have no gradient.
 INDEX_OPTIONS = (
@@ -82,6 +83,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def _traced(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    return torch.ops.fa._forward.default(q, k, v, **options)
+
+
 class Attention(torch.autograd.Function):
     """(q, k, v, sinks) -> (out, lse); both outputs have a gradient."""
 
@@ -93,15 +98,20 @@ class Attention(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         options: dict[str, Any],
+        deterministic: bool,
+        direct: bool,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = torch.ops.fa._forward.default(q, k, v, sinks=sinks, **options)
+        given = options if sinks is None else {**options, "sinks": sinks}
+        call = raw if direct else _traced
+        out, lse = call(q, k, v, given)
         names = [n for n in (*INDEX_OPTIONS, *CONSTANT_OPTIONS) if options.get(n) is not None]
         ctx.save_for_backward(q, k, v, out, lse, sinks, *(options[n] for n in names))
         ctx.tensor_options = names
         # A copy: the caller's dict may change before the backward runs.
         ctx.options = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
         ctx.options.pop("out_dtype", None)
+        ctx.options["deterministic"] = deterministic
         ctx.backend = _backend.current()
         return out, lse
 
@@ -109,16 +119,17 @@ class Attention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
-            return None, None, None, None, None
+            return (None,) * 7
         q, k, v, out, lse, sinks, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         options = {**ctx.options, **dict(zip(ctx.tensor_options, tensors, strict=True))}
-        with _backend.during(ctx.backend):
-            dq, dk, dv, dsinks = torch.ops.fa.backward(
+        # Below the kernel of fa::backward at key Autograd, which only refuses.
+        with _backend.during(ctx.backend), torch._C._AutoDispatchBelowAutograd():
+            dq, dk, dv, dsinks = torch.ops.fa.backward.default(
                 dout, q, k, v, out, lse, sinks=sinks, dlse=dlse, **options
             )
-        return dq, dk, dv, dsinks if sinks is not None else None, None
+        return dq, dk, dv, dsinks if sinks is not None else None, None, None, None
 
 
 class Combine(torch.autograd.Function):

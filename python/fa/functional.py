@@ -19,57 +19,42 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fa import _validate, ops
+from fa._raw import raw
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
-# The C++ functions behind the raw operators, without the two Python frames around them.
-_RAW = torch.ops.fa._forward.default._op
-_RAW_DENSE = torch.ops.fa._forward_dense.default._op
-_DENSE_OPTIONS = frozenset(("softmax_scale", "causal", "window_left", "window_right"))
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 
 
-def _plain(q: Any, k: Any, v: Any, options: dict[str, Any]) -> bool:
-    """May the call go straight to the raw operator? True if the composite would do just that.
+def _direct(q: Any, k: Any, v: Any) -> bool:
+    """May the call skip the dispatcher's composite? True for plain tensors that nothing watches.
 
-    Plain tensors, no tangents, no mode that wants to see the composite, no autocast, no gradient.
+    No tangents, and no mode that wants to see the composite.
     """
-    if (
-        type(q) is not Tensor
-        or type(k) is not Tensor
-        or type(v) is not Tensor
-        or forward_ad._current_level >= 0
-        or _dispatch_modes()
-        or _function_modes()
-        or _autocast_enabled()
-    ):
-        return False
+    return (
+        type(q) is Tensor
+        and type(k) is Tensor
+        and type(v) is Tensor
+        and forward_ad._current_level < 0
+        and not _dispatch_modes()
+        and not _function_modes()
+    )
+
+
+def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """What the composite does, for tensors that `_direct` lets through."""
+    if _autocast_enabled():
+        return ops.forward(q, k, v, **options)
     if _grad_enabled():
         if q.requires_grad or k.requires_grad or v.requires_grad:
-            return False
+            return ops.record(q, k, v, options, direct=True)
         for value in options.values():
             if isinstance(value, Tensor) and value.requires_grad:
-                return False
-    return True
-
-
-def _raw(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """The raw operator with the fewest arguments that can say this."""
-    if _DENSE_OPTIONS.issuperset(options):
-        get = options.get
-        return _RAW_DENSE(
-            q,
-            k,
-            v,
-            get("softmax_scale"),
-            get("causal", False),
-            get("window_left", -1),
-            get("window_right", -1),
-        )
-    return _RAW(q, k, v, **options)
+                return ops.record(q, k, v, options, direct=True)
+    return raw(q, k, v, options)
 
 
 class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
@@ -81,8 +66,8 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
         if is_compiling():
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         try:
-            if not args and _plain(q, k, v, options):
-                return _raw(q, k, v, options)
+            if not args and _direct(q, k, v):
+                return _call(q, k, v, options)
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         except RuntimeError as error:
             return _second_try(error, (*_given(q, k, v), *args), options)
@@ -151,8 +136,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
     if is_compiling():
         return _FORWARD(q, k, v, **options)
     try:
-        if _plain(q, k, v, options):
-            return _raw(q, k, v, options)
+        if _direct(q, k, v):
+            return _call(q, k, v, options)
         return _PACKET_CALL(_FORWARD, q, k, v, **options)
     except RuntimeError as error:
         _validate.tensor_types(q=q, k=k, v=v)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _cuda, _flops, _sharding, _shim, _validate, autograd, cpu
+from fa import _backend, _cuda, _flops, _raw, _sharding, _shim, _validate, autograd, cpu
 from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 
@@ -242,7 +242,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
     if device == "cuda" and (q.shape[-1] % 8 or v.shape[-1] % 8):
         return _padded(q, k, v, options)
-    return _recorded(q, k, v, options)
+    return record(q, k, v, options)
 
 
 def _autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -250,7 +250,13 @@ def _autocast(t: Tensor, dtype: torch.dtype) -> Tensor:
     return t.to(dtype) if t.dtype in (torch.float32, torch.float16, torch.bfloat16) else t
 
 
-def _recorded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def record(
+    q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any], *, direct: bool = False
+) -> tuple[Tensor, Tensor]:
+    """The raw operator, inside the autograd.Function if an input requires a gradient.
+
+    `direct`: nothing traces this call.
+    """
     if torch.is_grad_enabled():
         autograd.refuse_constants(options)
         sinks = options.get("sinks")
@@ -260,10 +266,12 @@ def _recorded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple
             or v.requires_grad
             or (sinks is not None and sinks.requires_grad)
         ):
-            rest = {name: value for name, value in options.items() if name != "sinks"}
-            if rest.get("deterministic") is None:
-                rest["deterministic"] = torch.are_deterministic_algorithms_enabled()
-            return autograd.Attention.apply(q, k, v, sinks, rest)
+            rest = dict(options)
+            rest.pop("sinks", None)
+            deterministic = rest.pop("deterministic", None)
+            if deterministic is None:
+                deterministic = torch.are_deterministic_algorithms_enabled()
+            return autograd.Attention.apply(q, k, v, sinks, rest, deterministic, direct)
     return torch.ops.fa._forward.default(q, k, v, **options)
 
 
@@ -273,7 +281,7 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
     if options.get("softmax_scale") is None:
         options = {**options, "softmax_scale": dim_qk**-0.5}
     q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
-    out, lse = _recorded(q, k, v, options)
+    out, lse = record(q, k, v, options)
     if out.shape[-1] != dim_v:
         out = out.narrow(-1, 0, dim_v).clone()  # out is dense, in the same dimension order
     return out, lse
@@ -339,6 +347,7 @@ def _register() -> None:
     impl("_refusal", _refusal, "CompositeExplicitAutograd")
     for name in ("backward", "backward_out"):
         impl(name, _below_autograd(name), "Autograd")
+    _raw.bind()
     impl("forward", forward, "CompositeImplicitAutograd")
     impl("combine", combine, "CompositeImplicitAutograd")
     impl("append_kv", _append_kv, "CompositeExplicitAutograd")

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa
-from fa import reference
+from fa import _raw, reference
 from fa._schemas import SCHEMAS
 
 OPS = torch.ops.fa
@@ -532,3 +532,53 @@ def test_dtensor_shards_batch_and_heads(mesh: Any) -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="sinks: a DTensor"):
         q, k, v = (DTensor.from_local(t.detach(), mesh, [Shard(2)]) for t in local)
         fa.attention(q, k, v, sinks=sinks)
+
+
+# ---- the short way ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def short_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which raw operators were called past the composite."""
+    calls: list[str] = []
+
+    def spy(name: str) -> Any:
+        function = getattr(_raw, name)
+
+        def call(*args: Any, **options: Any) -> Any:
+            calls.append(name)
+            return function(*args, **options)
+
+        return call
+
+    for name in ("_dense", "_full"):
+        monkeypatch.setattr(_raw, name, spy(name))
+    return calls
+
+
+@pytest.mark.parametrize("call", [OPS.forward, fa.attention], ids=["op", "function"])
+def test_plain_calls_take_the_short_way(call: Any, short_calls: list[str]) -> None:
+    q, k, v = tensors()
+    call(q, k, v, causal=True, softmax_scale=0.3)
+    call(q, k, v, softcap=1.0)
+    assert short_calls == ["_dense", "_full"]
+    call(q.requires_grad_(), k, v, causal=True)[0].sum().backward()
+    call(q, k, v, sinks=torch.zeros(4, requires_grad=True))
+    assert short_calls == ["_dense", "_full", "_dense", "_full"]
+
+
+@pytest.mark.parametrize("call", [OPS.forward, fa.attention], ids=["op", "function"])
+def test_watched_calls_take_the_composite(call: Any, short_calls: list[str]) -> None:
+    q, k, v = tensors()
+    with Seen():
+        call(q, k, v)
+    with FakeTensorMode() as mode:
+        call(*(mode.from_tensor(t) for t in (q, k, v)))
+    make_fx(lambda *t: call(*t))(q, k, v)
+    torch.compile(lambda *t: call(*t), backend="aot_eager", fullgraph=True)(q, k, v)
+    call(q.as_subclass(Subclass), k, v)
+    with pytest.raises(NotImplementedError):
+        torch.func.jvp(lambda t: call(t, k, v), (q,), (q,))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        call(q, k, v)
+    assert short_calls == []
