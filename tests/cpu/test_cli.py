@@ -169,7 +169,11 @@ def test_a_package_with_another_content_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("no/such.gguf", "there is no file"), ("", "no config.json and 0 GGUF files")],
+    [
+        ("no/such.gguf", "there is no file"),
+        ("no/such", "there is no folder"),
+        ("", "no config.json and 0 GGUF files"),
+    ],
 )
 def test_a_model_that_cannot_be_loaded_says_why(name, words, tmp_path):
     pytest.importorskip("transformers", reason="transformers is not installed")

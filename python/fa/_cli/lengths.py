@@ -44,7 +44,7 @@ def plan(device: torch.device, dtype: torch.dtype, quick: bool) -> Plan:
     if device.type == "cuda":
         longest, total = (16384, 10.0) if quick else (131072, 60.0)
         return Plan(str(device), dtype, 16, 128, longest, 5.0, total)
-    longest, total = (2048, 10.0) if quick else (8192, 40.0)
+    longest, total = (2048, 25.0) if quick else (8192, 40.0)
     return Plan(str(device), dtype, 4, 64, longest, 10.0, total)
 
 
@@ -138,11 +138,11 @@ def _one(
 ) -> tuple[measure.Cost | None, str]:
     """A cost, or why there is none. Time and score matrix grow fourfold from line to line."""
     if follows and before is None:
-        return None, "not tried: the length before did not fit"
+        return None, "not tried, as the length before was not measured"
     left = ends - time.monotonic()
     if before is not None:
         seconds = 4 * before.seconds
-        if seconds > plan.cell_limit_s or 2.5 * seconds > left:
+        if seconds > plan.cell_limit_s or 2 * seconds > left:
             return None, f"not tried: about {seconds:.0f} s a call"
         need = (4 if name == "standard" else 2) * (before.peak_bytes or 0)
         free = measure.free_bytes(torch.device(plan.device))
