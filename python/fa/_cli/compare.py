@@ -104,8 +104,8 @@ def load(source: str, device: torch.device, dtype: torch.dtype) -> Loaded:
         place = str(path)
     elif source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ModelError(
-            f"--model: there is no folder {path}. Allowed are a folder with config.json and weights, "
-            "a GGUF file, or the name of a causal language model on the hub."
+            f"--model: there is no folder {path}. Allowed are a folder with config.json and "
+            "weights, a GGUF file, or the name of a causal language model on the hub."
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(place, **options)
