@@ -62,11 +62,13 @@ def tensor_types(**tensors: object) -> None:
     """TypeError unless every argument is a tensor."""
     for name, value in tensors.items():
         if not isinstance(value, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, not {type(value).__name__}.")
+            shown = "None" if value is None else type(value).__name__
+            raise TypeError(f"{name} must be a torch.Tensor, not {shown}.")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool) -> None:
     """Everything that can be checked without reading device data. `kernels`: for libfa's rows."""
+    tensor_types(q=q, k=k, v=v)  # torch lets None pass as a tensor
     refuse_unbuilt(options)
     _numbers(options)
     allowed = KERNEL_FLOATS if kernels else FLOATS
@@ -319,6 +321,7 @@ def outputs(
     kernels: bool,
 ) -> None:
     """The buffers of forward_out."""
+    tensor_types(out=out, lse=lse)
     acc = lse_dtype(q.dtype)
     _buffer("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype, acc), q)
     wanted = options.get("out_dtype")
@@ -365,6 +368,7 @@ def backward(
     kernels: bool,
 ) -> None:
     """The forward's checks, and those of what the backward adds."""
+    tensor_types(dout=dout, out=out, lse=lse)
     forward(q, k, v, options, kernels=kernels)
     acc = lse_dtype(q.dtype)
     out_shape = (*q.shape[:-1], v.shape[-1])
@@ -399,6 +403,7 @@ def gradient_buffers(
 
 def combine(out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None) -> None:
     """Partial results: [n, B, Sq, Hq, D] with [n, B, Hq, Sq], or packed [n, total, Hq, D]."""
+    tensor_types(out_partial=out_partial, lse_partial=lse_partial)
     dims = out_partial.dim()
     if dims not in (4, 5):
         raise ValueError(

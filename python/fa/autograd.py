@@ -45,15 +45,15 @@ def refuse_constants(options: dict[str, Any]) -> None:
             )
 
 
-def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """NotImplementedError if a tensor carries a tangent (torch.func.jvp, forward_ad).
+def refuse_forward_mode(*values: object) -> None:
+    """NotImplementedError if a tensor among the values carries a tangent (torch.func.jvp).
 
     Without this the tangent of the result would silently be zero.
     """
     if forward_ad._current_level < 0:
         return
-    for t in tensors:
-        if t is not None and forward_ad.unpack_dual(t).tangent is not None:
+    for t in values:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
             raise NotImplementedError(
                 "fa: forward-mode differentiation is not supported: an input carries a tangent. "
                 "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."

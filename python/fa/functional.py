@@ -23,6 +23,7 @@ from fa._raw import raw
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
+_ABSENT = object()
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
@@ -61,7 +62,7 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
     """torch.ops.fa.forward with a short way for the common call, which the host time needs."""
 
     def __call__(
-        self, q: Any = None, k: Any = None, v: Any = None, /, *args: Any, **options: Any
+        self, q: Any = _ABSENT, k: Any = _ABSENT, v: Any = _ABSENT, /, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         if is_compiling():
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
@@ -75,7 +76,7 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
 
 def _given(*args: Any) -> list[Any]:
     """The positional arguments that were passed: others came by name, or are missing."""
-    return [value for value in args if value is not None]
+    return [value for value in args if value is not _ABSENT]
 
 
 class ForwardOutPacket(type(_FORWARD)):  # type: ignore[misc]

@@ -183,7 +183,7 @@ def _refusal(
             _validate.outputs(q, k, v, options, out, lse, kernels=kernels)
         if not kernels:
             _validate.contents(q, k, options)
-    except ValueError as error:
+    except (ValueError, TypeError) as error:
         text = f"V{error}"
     except NotImplementedError as error:
         text = f"N{error}"
@@ -234,9 +234,10 @@ def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`fa::forward`: casts under autocast, pads odd head dims on a GPU, records for autograd."""
+    _validate.tensor_types(q=q, k=k, v=v)
     if type(q) is not Tensor:
         _sharding.notice(q)
-    autograd.refuse_forward_mode(q, k, v, options.get("sinks"))
+    autograd.refuse_forward_mode(q, k, v, *options.values())
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))

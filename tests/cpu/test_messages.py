@@ -45,6 +45,7 @@ def cu(*ends: int) -> Tensor:
 # (inputs, options, exception, what the text must hold: the name, the value, the cure)
 BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
     "q's type": (["x", K, V], {}, TypeError, ["q", "str", "Tensor"]),
+    "None": ([Q, None, V], {}, TypeError, ["k", "None", "Tensor"]),
     "option's type": ([Q, K, V], {"causal": "yes"}, TypeError, ["causal", "str", "bool"]),
     "dtype": ([Q.int(), K, V], {}, ValueError, ["q:", "torch.int32", "torch.bfloat16", ".to("]),
     "mixed": ([Q, K.half(), V], {}, ValueError, ["k:", "torch.float16", "torch.float32"]),
@@ -392,6 +393,16 @@ def test_build_without_rows(library: Any, tmp_path: Path) -> None:
         fa.explain(*CUDA, device="h200")
     reason = fa.supports(*CUDA)
     assert isinstance(reason, str) and "Rebuild" in reason
+
+
+@needs_compiler
+def test_gpu_that_no_row_serves(library: Any, tmp_path: Path) -> None:
+    """Five Hopper rows, and a nominal A100."""
+    library(host_build.build(tmp_path, table="Table(test::kTable).first(5)", shim=False))
+    with pytest.raises(RuntimeError, match=r"8\.0.*9\.x.*5 rows.*Rebuild.*pip install") as caught:
+        fa.explain(*CUDA, device="a100")
+    assert "kernel image" not in str(caught.value)
+    assert "sm90_fwd_bf16_d64_none" in fa.explain(*CUDA, device="h200")
 
 
 @needs_compiler
