@@ -12,6 +12,13 @@ FA_DEVICE float exp2_approx(float x) {
   return y;
 }
 
+// A NaN wins, where fmaxf would drop it: a row with a NaN score is NaN, not silently empty.
+FA_DEVICE float max_or_nan(float a, float b) {
+  float y;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+  return y;
+}
+
 // A row lives in the four lanes of a quad. Sums stay per lane until finish(): only maxima are exchanged per block.
 template <int kRows>
 struct OnlineSoftmax {
@@ -32,12 +39,14 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       float m = max[r];
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) m = fmaxf(m, scores(r, c));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      for (int c = 0; c < cute::size<1>(scores); ++c) m = max_or_nan(m, scores(r, c));
+      m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
       // A row without a visible key so far has max −inf; −inf − (−inf) would be NaN, so 0 is subtracted: all terms are 0.
       const float shift = m == -INFINITY ? 0.f : m * scale_log2;
-      alpha[r] = max[r] == -INFINITY ? 0.f : exp2_approx(max[r] * scale_log2 - shift);
+      // The difference first: max·scale − shift would be one fused operation whose rounding error, the same in every
+      // block, adds up to 1e-4 of the sum over 2000 blocks.
+      alpha[r] = max[r] == -INFINITY ? 0.f : exp2_approx((max[r] - m) * scale_log2);
       max[r] = m;
       float partial = 0.f;
       CUTE_UNROLL
@@ -60,7 +69,7 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) {
       top[r] = scores(r, 0);
       CUTE_UNROLL
-      for (int c = 1; c < cute::size<1>(scores); ++c) top[r] = fmaxf(top[r], scores(r, c));
+      for (int c = 1; c < cute::size<1>(scores); ++c) top[r] = max_or_nan(top[r], scores(r, c));
     }
     return adopt_max<kLazy>(top, scale_log2);
   }
@@ -71,13 +80,11 @@ struct OnlineSoftmax {
     bool grown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      float m = fmaxf(max[r], top[r]);
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      float m = max_or_nan(max[r], top[r]);
+      m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
       if (kLazy && (m - max[r]) * scale_log2 <= 8.f) m = max[r];  // −inf − (−inf) is NaN: takes over −inf
-      // As in update(): a row without a visible key subtracts 0.
-      const float base = m == -INFINITY ? 0.f : m * scale_log2;
-      alpha[r] = max[r] == m ? 1.f : exp2_approx(max[r] * scale_log2 - base);
+      alpha[r] = max[r] == m ? 1.f : exp2_approx((max[r] - m) * scale_log2);
       grown |= max[r] != m;
       max[r] = m;
     }
@@ -98,7 +105,7 @@ struct OnlineSoftmax {
       total += __shfl_xor_sync(0xffffffffu, total, 2);
       const float m2 = max[r] == -INFINITY ? -INFINITY : max[r] * scale_log2;  // base-2 maximum
       const float s2 = sink[r] == -INFINITY ? -INFINITY : sink[r] * kLog2e;
-      const float top = fmaxf(m2, s2);
+      const float top = max_or_nan(m2, s2);
       const float keys = m2 == -INFINITY ? 0.f : total * exp2f(m2 - top);  // sum of the keys relative to top
       const float all = keys + (s2 == -INFINITY ? 0.f : exp2f(s2 - top));
       max[r] = top == -INFINITY ? -INFINITY : (top + log2f(all)) * kLn2;
