@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Running maximum and sum of each row, the factor that rescales older results, and the log-sum-exp at the end.
+// Running maximum and sum of each row, the factor that rescales older results, and the log-sum-exp
+// at the end.
 #pragma once
 
 #include "kernels_common/device/acc_view.h"
@@ -19,7 +20,8 @@ FA_DEVICE float max_or_nan(float a, float b) {
   return y;
 }
 
-// A row lives in the four lanes of a quad. Sums stay per lane until finish(): only maxima are exchanged per block.
+// A row lives in the four lanes of a quad. Sums stay per lane until finish(): only maxima are
+// exchanged per block.
 template <int kRows>
 struct OnlineSoftmax {
   float max[kRows];    // of the raw scores
@@ -31,8 +33,9 @@ struct OnlineSoftmax {
     for (int r = 0; r < kRows; ++r) max[r] = -INFINITY, sum[r] = 0.f, alpha[r] = 1.f;
   }
 
-  // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 > 0: the host replaces a
-  // scale of 0 by 1e-30, which gives the same uniform weights without the NaN of −inf·0.
+  // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 > 0: the
+  // host replaces a scale of 0 by 1e-30, which gives the same uniform weights without the NaN of
+  // −inf·0.
   template <class View>
   FA_DEVICE void update(View& scores, float scale_log2) {
     CUTE_UNROLL
@@ -42,10 +45,11 @@ struct OnlineSoftmax {
       for (int c = 0; c < cute::size<1>(scores); ++c) m = max_or_nan(m, scores(r, c));
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      // A row without a visible key so far has max −inf; −inf − (−inf) would be NaN, so 0 is subtracted: all terms are 0.
+      // A row without a visible key so far has max −inf; −inf − (−inf) would be NaN, so 0 is
+      // subtracted: all terms are 0.
       const float shift = m == -INFINITY ? 0.f : m * scale_log2;
-      // The difference first: max·scale − shift would be one fused operation whose rounding error, the same in every
-      // block, adds up to 1e-4 of the sum over 2000 blocks.
+      // The difference first: max·scale − shift would be one fused operation whose rounding error,
+      // the same in every block, adds up to 1e-4 of the sum over 2000 blocks.
       alpha[r] = max[r] == -INFINITY ? 0.f : exp2_approx((max[r] - m) * scale_log2);
       max[r] = m;
       float partial = 0.f;
@@ -59,9 +63,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // The parts of update(), for steps that place them between other instructions. Returns whether a row's alpha is not 1.
-  // kLazy: a maximum that grows by less than 2^8 is not taken over. Probabilities then stay below 2^8, which fp16 and
-  // bf16 hold with the same relative error; sum and LSE use the same stale maximum, so the result is exact.
+  // The parts of update(), for steps that place them between other instructions. Returns whether a
+  // row's alpha is not 1. kLazy: a maximum that grows by less than 2^8 is not taken over.
+  // Probabilities then stay below 2^8, which fp16 and bf16 hold with the same relative error; sum
+  // and LSE use the same stale maximum, so the result is exact.
   template <bool kLazy, class View>
   FA_DEVICE bool update_max(const View& scores, float scale_log2) {
     float top[kRows];
@@ -83,7 +88,8 @@ struct OnlineSoftmax {
       float m = max_or_nan(max[r], top[r]);
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      if (kLazy && (m - max[r]) * scale_log2 <= 8.f) m = max[r];  // −inf − (−inf) is NaN: takes over −inf
+      if (kLazy && (m - max[r]) * scale_log2 <= 8.f)
+        m = max[r];  // −inf − (−inf) is NaN: takes over −inf
       alpha[r] = max[r] == m ? 1.f : exp2_approx((max[r] - m) * scale_log2);
       grown |= max[r] != m;
       max[r] = m;
@@ -92,10 +98,12 @@ struct OnlineSoftmax {
   }
 
   // What is subtracted from score·scale_log2 in row r.
-  FA_DEVICE float shift(int r, float scale_log2) const { return max[r] == -INFINITY ? 0.f : max[r] * scale_log2; }
+  FA_DEVICE float shift(int r, float scale_log2) const {
+    return max[r] == -INFINITY ? 0.f : max[r] * scale_log2;
+  }
 
-  // Full row sums; afterwards `sum` holds 1/sum (0 for an empty row) and `max` the natural-log LSE. `sink` (natural
-  // units) adds one term to the denominator; −inf adds nothing.
+  // Full row sums; afterwards `sum` holds 1/sum (0 for an empty row) and `max` the natural-log LSE.
+  // `sink` (natural units) adds one term to the denominator; −inf adds nothing.
   FA_DEVICE void finish(float scale_log2, const float (&sink)[kRows]) {
     constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
     CUTE_UNROLL
@@ -106,7 +114,8 @@ struct OnlineSoftmax {
       const float m2 = max[r] == -INFINITY ? -INFINITY : max[r] * scale_log2;  // base-2 maximum
       const float s2 = sink[r] == -INFINITY ? -INFINITY : sink[r] * kLog2e;
       const float top = max_or_nan(m2, s2);
-      const float keys = m2 == -INFINITY ? 0.f : total * exp2f(m2 - top);  // sum of the keys relative to top
+      const float keys =
+          m2 == -INFINITY ? 0.f : total * exp2f(m2 - top);  // sum of the keys relative to top
       const float all = keys + (s2 == -INFINITY ? 0.f : exp2f(s2 - top));
       max[r] = top == -INFINITY ? -INFINITY : (top + log2f(all)) * kLn2;
       // O = acc · 2^(m2 − top) / all
