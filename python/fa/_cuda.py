@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _abi, _backend, _lib, _validate
+from fa import _abi, _backend, _buffers, _lib, _validate
 from fa._layout import empty_like_order
 
 _WORKSPACE = 3  # FA_ERROR_WORKSPACE
@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     _validate.forward(q, k, v, options, kernels=True)
     check_padding(q, v)
     out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype"))
-    lse = torch.empty(_validate.lse_shape(q, options), dtype=torch.float32, device=q.device)
+    lse = torch.empty(_buffers.lse_shape(q, options), dtype=torch.float32, device=q.device)
     _launch(_lib.load().fa_forward, q, forward_params(q, k, v, out, lse, options))
     return out, lse
 
@@ -52,7 +52,7 @@ def forward_out(
     """`fa::forward_out` for CUDA tensors."""
     _validate.forward(q, k, v, options, kernels=True)
     check_padding(q, v)
-    _validate.outputs(q, k, v, options, out, lse, kernels=True)
+    _buffers.outputs(q, k, v, options, out, lse, kernels=True)
     _launch(_lib.load().fa_forward, q, forward_params(q, k, v, out, lse, options))
 
 
@@ -66,7 +66,7 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fa::backward` for CUDA tensors: the library has no row yet and says so."""
-    _validate.backward(dout, q, k, v, out, lse, options, kernels=True)
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
     check_padding(q, v)
     library = _lib.load()
     forward_options = {n: x for n, x in options.items() if n not in ("dlse", "grad_dtype")}

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _cuda, _flops, _raw, _sharding, _shim, _validate, autograd, cpu
+from fa import _backend, _buffers, _cuda, _flops, _raw, _sharding, _shim, _validate, autograd, cpu
 from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 
@@ -75,7 +75,7 @@ def _forward_out_torch(
     q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
 ) -> None:
     _validate.forward(q, k, v, options, kernels=False)
-    _validate.outputs(q, k, v, options, out, lse, kernels=False)
+    _buffers.outputs(q, k, v, options, out, lse, kernels=False)
     _validate.contents(q, k, options)
     options["out_dtype"] = out.dtype
     with _exactly(q):
@@ -87,7 +87,7 @@ def _forward_out_torch(
 def _backward_torch(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _validate.backward(dout, q, k, v, out, lse, options, kernels=False)
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=False)
     _validate.contents(q, k, options)
     with _exactly(q):
         return cpu.backward(dout, q, k, v, out, lse, **_meaning(options))
@@ -114,7 +114,7 @@ def _backward_out(
     accumulate: bool = False,
     **options: Any,
 ) -> Tensor:
-    _validate.gradient_buffers(q, k, v, options, dq, dk, dv)
+    _buffers.gradient_buffers(q, k, v, options, dq, dk, dv)
     buffers = (dq, dk, dv)
     # Sums are added before they are rounded.
     options["grad_dtype"] = lse_dtype(q.dtype) if accumulate else dq.dtype
@@ -180,7 +180,7 @@ def _refusal(
     try:
         _validate.forward(q, k, v, options, kernels=kernels)
         if out is not None and lse is not None:
-            _validate.outputs(q, k, v, options, out, lse, kernels=kernels)
+            _buffers.outputs(q, k, v, options, out, lse, kernels=kernels)
         if not kernels:
             _validate.contents(q, k, options)
     except (ValueError, TypeError) as error:
@@ -196,20 +196,20 @@ def _refusal(
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     _validate.forward(q, k, v, options, kernels=False)
     out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype") or q.dtype)
-    return out, q.new_empty(_validate.lse_shape(q, options), dtype=lse_dtype(q.dtype))
+    return out, q.new_empty(_buffers.lse_shape(q, options), dtype=lse_dtype(q.dtype))
 
 
 def _forward_out_fake(
     q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, **options: Any
 ) -> None:
     _validate.forward(q, k, v, options, kernels=False)
-    _validate.outputs(q, k, v, options, out, lse, kernels=False)
+    _buffers.outputs(q, k, v, options, out, lse, kernels=False)
 
 
 def _backward_fake(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _validate.backward(dout, q, k, v, out, lse, options, kernels=False)
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=False)
     dtype = options.get("grad_dtype")
     return (
         empty_like_order(q, q.shape, dtype or q.dtype),
@@ -292,7 +292,7 @@ def combine(
     out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """`fa::combine`: torch operations on every device."""
-    _validate.combine(out_partial, lse_partial, out_dtype)
+    _buffers.combine(out_partial, lse_partial, out_dtype)
     autograd.refuse_forward_mode(out_partial, lse_partial)
     with _exactly(out_partial):
         if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):

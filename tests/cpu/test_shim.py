@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import host_build
-from fa import _abi, _backend, _cuda, _layout, _lib, _schemas, _shim, _validate
+from fa import _abi, _backend, _buffers, _cuda, _layout, _lib, _schemas, _shim, _validate
 
 INT = torch.int32
 NAMESPACE = "fa_dry"
@@ -110,7 +110,7 @@ def test_both_implementations_fill_the_same_params(
     dtype = options.get("out_dtype") or q.dtype
     want_out = _layout.empty_like_order(q, (*q.shape[:-1], v.shape[-1]), dtype)
     assert (out.shape, out.stride(), out.dtype) == (want_out.shape, want_out.stride(), dtype)
-    assert lse.shape == _validate.lse_shape(q, options) and lse.dtype == torch.float32
+    assert lse.shape == _buffers.lse_shape(q, options) and lse.dtype == torch.float32
     assert lse.is_contiguous()
     ctypes_params = fields_of(_cuda.forward_params(q, k, v, out, lse, options))
     assert last_params(shim) == pytest.approx(ctypes_params, nan_ok=True)
@@ -207,7 +207,7 @@ def test_wrong_buffers(shim: ctypes.CDLL, wrong: dict[str, Any]) -> None:
     rest = {n: x for n, x in options.items() if n not in ("out", "lse")}
     out, lse = options["out"].clone(), options["lse"].clone()
     with pytest.raises(ValueError) as want:
-        _validate.outputs(Q, K, V, rest, options["out"], options["lse"], kernels=True)
+        _buffers.outputs(Q, K, V, rest, options["out"], options["lse"], kernels=True)
     with pytest.raises(ValueError) as got:
         torch.ops.fa_dry.forward_out(Q, K, V, **options)
     assert str(got.value) == str(want.value)
@@ -310,9 +310,9 @@ def test_header_declares_exactly_what_is_called() -> None:
     python = host_build.ROOT / "python"
     header = (python / "torch_c_abi.h").read_text()
     declared = set(re.findall(r"\b(?:aoti_)?torch_\w+(?=\()", header))
-    used = "".join((python / n).read_text() for n in ("torch_ops.cpp", "torch_stack.h"))
-    called = set(re.findall(r"\b(?:aoti_)?torch_(?!constants|ops|stack|c_abi)\w+", used))
-    called = {name for name in called if not name.startswith("torch_version")}
+    files = ("torch_ops.cpp", "torch_call.h", "torch_stack.h")
+    used = "".join((python / name).read_text() for name in files)
+    called = set(re.findall(r"\b(?:aoti_)?torch_(?!constants|ops|stack|call\.h|c_abi)\w+", used))
     assert declared == called
 
 
