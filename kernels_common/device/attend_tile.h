@@ -14,18 +14,29 @@ struct Unmasked {
   static constexpr bool kMasked = false;
 };
 
-// From right to left. The rightmost block holds the ragged end of the keys, so first() always masks
-// it. The range must not be empty.
+// From right to left. The rightmost block holds the ragged end of the keys, so it is always masked:
+// by first(), or, where Step::kFirstIsNext, by next(), which saves a copy of the body in the code.
+// The range must not be empty.
 template <class Mask, class Step>
 FA_DEVICE void attend_tile(Step& step, const KeyRange& range) {
   int n = range.end - 1;
-  step.first(n);
-  --n;
-  if constexpr (Mask::kNeeded)
-    for (; n >= range.full_end; --n) step.next(n, Masked{});    // right edge of the band
-  for (; n >= range.full_begin; --n) step.next(n, Unmasked{});  // interior
-  if constexpr (Mask::kNeeded)
-    for (; n >= range.begin; --n) step.next(n, Masked{});  // left edge
+  if constexpr (requires { requires Step::kFirstIsNext; }) {
+    int stop = Mask::kNeeded ? min_of(range.full_end, n) : n;
+    while (true) {  // right edge, interior, left edge: both edges run through one loop
+      for (; n >= stop; --n) step.next(n, Masked{});
+      if (n < range.begin) break;
+      for (; n >= range.full_begin; --n) step.next(n, Unmasked{});
+      stop = range.begin;
+    }
+  } else {
+    step.first(n);
+    --n;
+    if constexpr (Mask::kNeeded)
+      for (; n >= range.full_end; --n) step.next(n, Masked{});    // right edge of the band
+    for (; n >= range.full_begin; --n) step.next(n, Unmasked{});  // interior
+    if constexpr (Mask::kNeeded)
+      for (; n >= range.begin; --n) step.next(n, Masked{});  // left edge
+  }
   step.last();
 }
 

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// May this score be seen? Applied to one tile of scores, only in blocks that the band's edge crosses.
+// May this score be seen? Applied to one tile of scores, only in blocks that the band's edge
+// crosses.
 #pragma once
 
 #include "kernels_common/device/acc_view.h"
@@ -32,30 +33,22 @@ struct BandMask {
 
   template <int kSlabRows, class View>
   FA_DEVICE void apply(View& view, int row, int col) const {
-    constexpr int kRows = decltype(cute::size<0>(view))::value;
-    // Relative to the thread's first column, so that the columns of the loop are immediates.
-    int begin[kRows], end[kRows];
     Band window = band;
     window.chunk = 0;
     CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
+    for (int r = 0; r < cute::size<0>(view); ++r) {
       const int i = row + acc_row(r, kSlabRows);
-      begin[r] = window.first_key(i) - col;
-      end[r] = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
-    }
-    if (band.chunk > 0) {  // one branch and one division a row, only where there are chunks
-      CUTE_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const int first = floor_div(row + acc_row(r, kSlabRows) + band.shift, band.chunk) * band.chunk - col;
-        begin[r] = max_of(begin[r], first);
-        end[r] = min_of(end[r], first + band.chunk);
+      // Relative to the thread's first column, so that the columns of the loop are immediates.
+      int begin = window.first_key(i) - col;
+      int end = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
+      if (band.chunk > 0) {  // one division a row, only where there are chunks
+        const int first = floor_div(i + band.shift, band.chunk) * band.chunk - col;
+        begin = max_of(begin, first);
+        end = min_of(end, first + band.chunk);
       }
-    }
-    CUTE_UNROLL
-    for (int r = 0; r < kRows; ++r) {
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c)
-        if (acc_col(c) < begin[r] || acc_col(c) >= end[r]) view(r, c) = -INFINITY;
+        if (acc_col(c) < begin || acc_col(c) >= end) view(r, c) = -INFINITY;
     }
   }
 };

@@ -96,7 +96,8 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
                  smem_k = cute::cast_smem_ptr_to_uint(smem.k),
                  smem_v = cute::cast_smem_ptr_to_uint(smem.v);
 
-  for (uint32_t tile = blockIdx.x; tile < uint32_t(args.order.num_tiles); tile += gridDim.x) {
+  uint32_t tile = blockIdx.x;
+  for (; tile < uint32_t(args.order.num_tiles); tile += gridDim.x) {
     const int thread = thread_again();
     // Opaque per tile: else reciprocals that are the same for every tile occupy registers in the
     // key loop.
@@ -130,12 +131,13 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
       state.seq = seq;
       state.range = range;
       state.head_q = head_q;
+      state.tile = tile;
       state.mask.k_len = seq.k_len;
       if constexpr (T::Mask::kNeeded) state.mask.band = band;
     }
     __syncwarp();
     const CpAsyncKv<Row> loader(args, state, smem_k, smem_v);
-    FwdStep<Row> step(loader, state, args.scale_log2, warp, lane, smem_q, smem_k, smem_v);
+    FwdStep<Row> step(loader, state, args.scale_log2, smem_q, smem_k, smem_v);
     PlainQ<Row>::load(static_cast<const char*>(args.q.data) +
                           2 * (seq.q_batch * args.q.stride_batch +
                                int64_t(seq.q_begin + seq.m_first) * args.q.stride_row +
@@ -144,6 +146,7 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
                       args.dim_qk, smem_q, warp, lane);
     step.prologue(range.end - 1);
     attend_tile<typename T::Mask>(step, state.range);
+    tile = state.tile;
     const int again = thread_again();
     store_tile(step, args, state.seq, state.head_q, smem_q, again / 32, again % 32);
   }

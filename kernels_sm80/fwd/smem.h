@@ -54,6 +54,7 @@ struct TileState {
   SeqInfo seq;
   KeyRange range;
   int head_q;
+  uint32_t tile;  // index in the order of tiles
   Mask mask;
 };
 
