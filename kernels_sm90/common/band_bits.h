@@ -43,7 +43,9 @@ struct BandBits {
     const int positive = max_of(x, 0);
     return (positive / 8) * 2 + min_of(positive % 8, 2);
   }
-  FA_DEVICE static uint32_t low_bits(int n) { return n <= 0 ? 0u : 0xffffffffu >> (32 - min_of(n, 32)); }
+  FA_DEVICE static uint32_t low_bits(int n) {
+    return n <= 0 ? 0u : 0xffffffffu >> (32 - min_of(n, 32));
+  }
 };
 
 }  // namespace fa::sm90

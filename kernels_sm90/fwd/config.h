@@ -6,8 +6,8 @@
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
 
-#include "kernels_sm90/common/band_bits.h"
 #include "kernels_common/device/element.h"
+#include "kernels_sm90/common/band_bits.h"
 #include "kernels_sm90/common/roles.h"
 #include "kernels_sm90/common/turns.h"
 

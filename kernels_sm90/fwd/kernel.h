@@ -4,8 +4,8 @@
 #pragma once
 
 #include "kernels_common/device/attend_tile.h"
-#include "kernels_sm90/fwd/step.h"
 #include "kernels_sm90/fwd/producer.h"
+#include "kernels_sm90/fwd/step.h"
 
 namespace fa::sm90 {
 
@@ -39,7 +39,8 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     const bool work = tile.has_work();
     KeyRange range = tile.range;
     const int passed = work ? tile.passed[step.warpgroup()] : 0;
-    // Every warpgroup takes one turn per block, passed or not, and one for each tile that ends the carrying.
+    // Every warpgroup takes one turn per block, passed or not, and one for each tile that ends the
+    // carrying.
     const int alone = work && T::kOwnOutput ? 0 : 1;
 #pragma unroll 1
     for (int i = 0; i < alone + passed; ++i) {

@@ -8,8 +8,8 @@
 
 namespace fa::sm90 {
 
-// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is requested while the
-// last blocks of this one are being worked on.
+// K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is
+// requested while the last blocks of this one are being worked on.
 template <class Row>
 FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   const int begin = tile.range.begin;

@@ -9,8 +9,9 @@
 namespace fa::sm90 {
 
 inline constexpr int kSmemLimit = 232448;  // bytes a thread block may use
-inline constexpr int kTileSlots = 4;  // tiles described ahead: the divisions of a description take about a microsecond
-inline constexpr int kSmemAlign = 1024;    // of a tile with 128-byte swizzle
+inline constexpr int kTileSlots =
+    4;  // tiles described ahead: the divisions of a description take about a microsecond
+inline constexpr int kSmemAlign = 1024;  // of a tile with 128-byte swizzle
 
 template <class Row>
 struct FwdSmem {

@@ -7,8 +7,9 @@
 
 namespace fa::sm90 {
 
-// The last P·V of a tile is not waited for: it runs beside the first Q·Kᵀ of the next tile, and O is stored while the
-// other warpgroups compute. A row whose O reuses Q's buffer cannot do that and finishes each tile by itself.
+// The last P·V of a tile is not waited for: it runs beside the first Q·Kᵀ of the next tile, and O
+// is stored while the other warpgroups compute. A row whose O reuses Q's buffer cannot do that and
+// finishes each tile by itself.
 template <class Row>
 class FwdStep {
   using T = FwdTypes<Row>;
@@ -52,7 +53,7 @@ class FwdStep {
     release(smem_.k_slots, k_at_);
     if constexpr (Edge::kMasked) mask_scores(n);
     update();
-    wait_products<0>();                 // O is there, P's registers are free
+    wait_products<0>();  // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
     rescale_output();
@@ -81,8 +82,8 @@ class FwdStep {
     store_pending(softmax_);
   }
 
-  // A block or a tile without anything for this warpgroup: its slots go back unread. They must be full first, or two
-  // rounds of a slot would be released in one.
+  // A block or a tile without anything for this warpgroup: its slots go back unread. They must be
+  // full first, or two rounds of a slot would be released in one.
   FA_DEVICE void pass_block() {
     mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
     release(smem_.k_slots, k_at_);
@@ -213,7 +214,8 @@ class FwdStep {
 
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
-    mask().template apply<64>(view, tile().seq.m_first + first_row(), n * T::kTileN + acc_first_col(thread_ % 32));
+    mask().template apply<64>(view, tile().seq.m_first + first_row(),
+                              n * T::kTileN + acc_first_col(thread_ % 32));
   }
 
   FA_DEVICE void update() {
@@ -261,12 +263,13 @@ class FwdStep {
   FwdEpilogue<Row> epilogue_;
   float scale_log2_;
   int thread_;  // among the consumers
-  int tile_slot_ = 0, pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
+  int tile_slot_ = 0,
+      pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
   OnlineSoftmax<2> softmax_;
   SlotCursor<T::kQSlots> q_at_{0};
   SlotCursor<T::kStages> k_at_{0}, v_at_{0};
-  typename T::ScoreAcc s_;   // ((2, 2, tile_n / 8), 1, 1)
-  typename T::OutputAcc o_;  // ((2, 2, dim_v / 8), 1, 1)
+  typename T::ScoreAcc s_;       // ((2, 2, tile_n / 8), 1, 1)
+  typename T::OutputAcc o_;      // ((2, 2, dim_v / 8), 1, 1)
   typename T::Probabilities p_;  // (MMA, 1, MMA_K): 16-bit
 };
 

@@ -14,17 +14,17 @@ struct FwdTile {
   Band band;
   KeyRange range;
   int head_q, head_k;
-  int keys_lo, keys_hi;           // keys that some row of the sequence sees
-  int scrub_first, scrub_last;    // the first (rightmost), last block holds V rows outside them
-  int passed[4];                  // per consumer warpgroup: blocks at the right end that none of its rows sees
-  int last;                       // 1: no tile, the block is done
+  int keys_lo, keys_hi;         // keys that some row of the sequence sees
+  int scrub_first, scrub_last;  // the first (rightmost), last block holds V rows outside them
+  int passed[4];  // per consumer warpgroup: blocks at the right end that none of its rows sees
+  int last;       // 1: no tile, the block is done
 
   // Otherwise neither side touches a slot of Q, K or V.
   FA_DEVICE bool has_work() const { return last == 0 && range.begin < range.end; }
 };
 
-// V rows that no row of the sequence sees may hold NaN, and 0 · NaN is NaN. Only the first and the last block of a tile
-// can bring such rows; behind the end of the tensor TMA brings zeros.
+// V rows that no row of the sequence sees may hold NaN, and 0 · NaN is NaN. Only the first and the
+// last block of a tile can bring such rows; behind the end of the tensor TMA brings zeros.
 template <class Row>
 FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
   using T = FwdTypes<Row>;
@@ -40,8 +40,9 @@ FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
   tile.scrub_last = tile.range.begin * T::kTileN < tile.keys_lo;
 }
 
-// Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, and behind the last row. A block whose
-// rows are overwritten is passed by none, since all consumers take part in that.
+// Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, and behind the
+// last row. A block whose rows are overwritten is passed by none, since all consumers take part in
+// that.
 template <class Row>
 FA_DEVICE void find_passed_blocks(FwdTile& tile) {
   using T = FwdTypes<Row>;
@@ -54,7 +55,8 @@ FA_DEVICE void find_passed_blocks(FwdTile& tile) {
       passed = blocks;
     } else if (T::Mask::kNeeded && first_row < s.q_len) {
       const int last_key = tile.band.last_key(min_of(first_row + 63, s.q_len - 1));
-      const int end = ceil_div(max_of(min_of(s.k_len, min_of(last_key, kUnlimited - 1) + 1), 0), T::kTileN);
+      const int end =
+          ceil_div(max_of(min_of(s.k_len, min_of(last_key, kUnlimited - 1) + 1), 0), T::kTileN);
       passed = clamp_to(tile.range.end - end, 0, blocks - 1);
     }
     tile.passed[w] = tile.scrub_first || tile.scrub_last ? 0 : passed;
@@ -71,11 +73,13 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   tile.seq = s;
   tile.head_q = head_q;
   tile.head_k = head_q / args.group;
-  const Band band = T::Mask::kNeeded ? make_band(args.band, s.q_len, s.k_len) : Band{kUnlimited, kUnlimited, 0, 0};
+  const Band band = T::Mask::kNeeded ? make_band(args.band, s.q_len, s.k_len)
+                                     : Band{kUnlimited, kUnlimited, 0, 0};
   tile.band = band;
-  tile.range = s.m_first >= s.q_len ? KeyRange{0, 0, 0, 0, 0, 0}
-                                    : key_range(band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len,
-                                                T::kTileN);
+  tile.range = s.m_first >= s.q_len
+                   ? KeyRange{0, 0, 0, 0, 0, 0}
+                   : key_range(band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len,
+                               T::kTileN);
   tile.last = 0;
   find_hidden_keys<Row>(args.seq, tile);
   find_passed_blocks<Row>(tile);
