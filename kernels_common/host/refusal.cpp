@@ -174,7 +174,6 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
   if (bits & kMisfitDescale) reasons.add("no descales");
   if (bits & kMisfitDropout) reasons.add("no dropout");
   if (bits & kMisfitSplits) reasons.add("cannot split the keys (num_splits %d)", p.num_splits);
-  if (bits & kMisfitDeviceLengths) reasons.add("device-side lengths: this Hopper row is dense");
   if (bits & kMisfitStride) reasons.add("a stride of 2^40 bytes or more does not fit a tensor map");
   return text;
 }

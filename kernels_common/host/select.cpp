@@ -15,13 +15,6 @@ namespace {
 
 constexpr int64_t kTensorMapStrideLimit = int64_t{1} << 40;  // bytes
 
-// The one place that says which calls a Hopper row leaves to the Ampere rows: lengths that only the
-// device knows.
-bool needs_device_lengths(const Problem& p) {
-  const SeqArgs& s = p.seq;
-  return s.cu_q || s.cu_k || s.used_q || s.used_k || s.leftpad_k || s.batch_index_k;
-}
-
 bool fits_tensor_map(const TensorArg& t, int element_bytes) {
   const int64_t largest = std::max({t.stride_batch, t.stride_row, t.stride_head});
   return largest < kTensorMapStrideLimit / element_bytes;
@@ -54,7 +47,6 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require(p.dropout_p == 0, kMisfitDropout);
   require(p.num_splits <= 1, kMisfitSplits);
   if (row.arch == 90) {
-    require(!needs_device_lengths(p), kMisfitDeviceLengths);
     const int bytes = p.dtype == DType::kE4m3 ? 1 : 2;
     require(fits_tensor_map(p.q, bytes) && fits_tensor_map(p.k, bytes) &&
                 fits_tensor_map(p.v, bytes) && fits_tensor_map(p.out, 4),

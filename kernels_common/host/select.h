@@ -30,8 +30,7 @@ enum Misfit : uint32_t {
   kMisfitDescale = 1 << 11,
   kMisfitDropout = 1 << 12,
   kMisfitSplits = 1 << 13,
-  kMisfitDeviceLengths = 1 << 14,  // a Hopper row takes dense sequences only
-  kMisfitStride = 1 << 15,         // beyond what a tensor map can hold
+  kMisfitStride = 1 << 14,  // beyond what a tensor map can hold
 };
 
 uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);

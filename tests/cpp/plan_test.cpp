@@ -50,10 +50,10 @@ void golden_plans() {
       {"no rows", Call(2, 0, 256, 4, 4, 128).h200(), "sm90_fwd_bf16_d128_none", 0, 0, 8, 1},
       {"no batch", Call(0, 256, 256, 4, 4, 128).h200(), "sm90_fwd_bf16_d128_none", 0, 2, 0, 1},
       // Packed: total_q / 128 + batch + 1 tiles of each head, whatever the lengths are.
-      {"packed", packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).h200(), "sm80_fwd_bf16_d128_band",
+      {"packed", packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).h200(), "sm90_fwd_bf16_d128_none",
        104, 13, 8, 8},
       {"packed, empty", packed(Call(1, 0, 0, 8, 8, 128), 5, 0, 3000).h200(),
-       "sm80_fwd_bf16_d128_band", 0, 6, 8, 1},
+       "sm90_fwd_bf16_d128_none", 0, 6, 8, 1},
   };
   for (const Golden& g : table) {
     const Planned p = plan_call(g.call);
@@ -126,11 +126,19 @@ void description() {
   Planned p = plan_call(call);
   std::string text = describe(p.plan, p.problem, p.device, kTable);
   for (const char* part :
-       {"row        sm80_fwd_bf16_d128_band",
+       {"row        sm90_fwd_bf16_d128_band",
         "forward bf16, head dims 128 and 128, causal, packed q, packed k",
-        "tiles      128 x 64, 13 row tiles x 8 heads = 104", "grid       104 blocks",
-        "sections of 8 heads", "workspace  0 bytes", "fallback   a Hopper GPU runs an Ampere row",
-        "sm90_fwd_bf16_d128_band: device-side lengths: this Hopper row is dense"})
+        "tiles      128 x 128, 13 row tiles x 8 heads = 104", "grid       104 blocks",
+        "sections of 8 heads", "workspace  0 bytes"})
+    expect_contains(text, part);
+  call = Call(2, 512, 512, 8, 8, 128).causal().h200();
+  call.params.k.stride_batch = int64_t{1} << 39;
+  p = plan_call(call);
+  text = describe(p.plan, p.problem, p.device, kTable);
+  for (const char* part :
+       {"row        sm80_fwd_bf16_d128_band", "tiles      128 x 64, 4 row tiles x 16 heads = 64",
+        "grid       64 blocks", "fallback   a Hopper GPU runs an Ampere row",
+        "sm90_fwd_bf16_d128_band: a stride of 2^40 bytes or more does not fit a tensor map"})
     expect_contains(text, part);
   p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());
   text = describe(p.plan, p.problem, p.device, kTable);

@@ -77,26 +77,25 @@ void rows_by_device() {
                  "needs 65536 bytes of shared memory, a block of the device may have 50000");
 }
 
-void hopper_falls_back() {
-  const auto set = [](auto member) {
-    Call call = Call(2, 512, 512, 8, 8, 128).h200();
-    call.params.seq.*member = some_array();
-    return call;
-  };
+void hopper_takes_device_lengths() {
   for (auto member : {&fa_sequences::used_q, &fa_sequences::used_k, &fa_sequences::leftpad_k,
                       &fa_sequences::batch_index_k}) {
-    expect_row(set(member), "sm80_fwd_bf16_d128_band");
-    Call forced = set(member);
-    forced.params.options.force_arch = 90;
-    expect_refused(forced, FA_ERROR_UNSUPPORTED, "device-side lengths: this Hopper row is dense");
+    Call call = Call(2, 512, 512, 8, 8, 128).h200();
+    call.params.seq.*member = some_array();
+    expect_row(call, "sm90_fwd_bf16_d128_none");
   }
   Call packed = Call(2, 0, 0, 8, 8, 128).h200();
   packed.params.seq.cu_q = packed.params.seq.cu_k = some_array();
   packed.params.shape.total_q = packed.params.shape.total_k = 1000;
-  expect_row(packed, "sm80_fwd_bf16_d128_band");
+  expect_row(packed, "sm90_fwd_bf16_d128_none");
+}
+
+void hopper_falls_back() {
   Call strided = Call(2, 512, 512, 8, 8, 128).h200();
   strided.params.k.stride_batch = int64_t{1} << 39;
   expect_row(strided, "sm80_fwd_bf16_d128_band");
+  strided.params.options.force_arch = 90;
+  expect_refused(strided, FA_ERROR_UNSUPPORTED, "does not fit a tensor map");
 }
 
 void options_without_rows() {
@@ -182,6 +181,7 @@ int main() {
   rows_by_mask();
   rows_by_dim();
   rows_by_device();
+  hopper_takes_device_lengths();
   hopper_falls_back();
   options_without_rows();
   devices_without_rows();

@@ -336,15 +336,25 @@ def test_explain_on_a_nominal_a100(with_rows: ctypes.CDLL) -> None:
 
 def test_explain_says_why_hopper_falls_back(with_rows: ctypes.CDLL) -> None:
     rows = [row["id"] for row in _lib.kernels_list() if row["arch"] == 90]
-    text = _lib.explain(_lib.FORWARD, packed_call(**H200))
-    if re.search(r"^row +sm90", text, re.M):
-        pytest.skip("this build has a Hopper row for packed calls: nothing falls back")
+    q = meta(2, 512, 16, 128)
+    far = torch.empty_strided((2, 512, 4, 128), (1 << 39, 512, 128, 1), device="meta")
+
+    def strided(**options: object) -> bytes:
+        return _abi.params_from_tensors(q, far, far, addresses=False, **H200, **options)
+
+    text = _lib.explain(_lib.FORWARD, strided())
     assert re.search(r"^row +sm80_fwd_bf16_d128_band ", text, re.M), text
     assert "a Hopper GPU runs an Ampere row" in text
-    assert any(f"{row}: device-side lengths: this Hopper row is dense" in text for row in rows)
-    forced = packed_call(force_arch=90, **H200)
-    refusal = _lib.why_not(_lib.FORWARD, forced)
-    assert refusal is not None and "but 90 is forced" in _lib.explain(_lib.FORWARD, forced)
+    assert any(f"{row}: a stride of 2^40 bytes or more" in text for row in rows)
+    refusal = _lib.why_not(_lib.FORWARD, strided(force_arch=90))
+    assert refusal is not None
+    assert "but 90 is forced" in _lib.explain(_lib.FORWARD, strided(force_arch=90))
+
+
+def test_packed_calls_run_on_hopper_rows(with_rows: ctypes.CDLL) -> None:
+    text = _lib.explain(_lib.FORWARD, packed_call(**H200))
+    assert re.search(r"^row +sm90_fwd_bf16_d128_", text, re.M), text
+    assert "fallback" not in text
 
 
 def test_explain_lists_every_row_and_the_line_needed(with_rows: ctypes.CDLL) -> None:
