@@ -38,7 +38,8 @@ int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& de
   const int64_t group = p.heads_q / p.heads_k;
   int64_t most = cached_key_heads(p, device) * group;
   if (row.config.arch == 90) most = std::max(most, grid / 4 * group);
-  if (heads <= most || row.config.arch != 90) return static_cast<int>(std::min<int64_t>(most, heads));
+  if (heads <= most || row.config.arch != 90)
+    return static_cast<int>(std::min<int64_t>(most, heads));
   const int64_t pairs = 2 * grid / std::gcd(int64_t{2} * grid, tiles_m);  // heads that fill them
   const int64_t balanced = std::lcm(pairs, group);
   return static_cast<int>(balanced <= most ? most / balanced * balanced : most);
@@ -77,9 +78,8 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   plan->sm_count = device.sm_count;
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
   plan->grid = grid_of(row, p, device, num_tiles);
-  const int section = p.empty() ? 1
-                                : section_heads(row, p, device, plan->grid, tiles_m,
-                                                static_cast<int>(heads));
+  const int section =
+      p.empty() ? 1 : section_heads(row, p, device, plan->grid, tiles_m, static_cast<int>(heads));
   // tile_coord() multiplies tiles_m by the section, which is at most num_tiles and therefore fits.
   plan->order =
       TileOrder{static_cast<int32_t>(tiles_m), static_cast<int32_t>(heads), section, num_tiles};

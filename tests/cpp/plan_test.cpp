@@ -125,11 +125,10 @@ void description() {
   Call call = packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).causal().h200();
   Planned p = plan_call(call);
   std::string text = describe(p.plan, p.problem, p.device, kTable);
-  for (const char* part :
-       {"row        sm90_fwd_bf16_d128_band",
-        "forward bf16, head dims 128 and 128, causal, packed q, packed k",
-        "tiles      128 x 128, 13 row tiles x 8 heads = 104", "grid       104 blocks",
-        "sections of 8 heads", "workspace  0 bytes"})
+  for (const char* part : {"row        sm90_fwd_bf16_d128_band",
+                           "forward bf16, head dims 128 and 128, causal, packed q, packed k",
+                           "tiles      128 x 128, 13 row tiles x 8 heads = 104",
+                           "grid       104 blocks", "sections of 8 heads", "workspace  0 bytes"})
     expect_contains(text, part);
   call = Call(2, 512, 512, 8, 8, 128).causal().h200();
   call.params.k.stride_batch = int64_t{1} << 39;

@@ -337,7 +337,9 @@ def test_explain_on_a_nominal_a100(with_rows: ctypes.CDLL) -> None:
 def test_explain_says_why_hopper_falls_back(with_rows: ctypes.CDLL) -> None:
     rows = [row["id"] for row in _lib.kernels_list() if row["arch"] == 90]
     q = meta(2, 512, 16, 128)
-    far = torch.empty_strided((2, 512, 4, 128), (1 << 39, 512, 128, 1), device="meta")
+    far = torch.empty_strided(
+        (2, 512, 4, 128), (1 << 39, 512, 128, 1), dtype=torch.bfloat16, device="meta"
+    )
 
     def strided(**options: object) -> bytes:
         return _abi.params_from_tensors(q, far, far, addresses=False, **H200, **options)
