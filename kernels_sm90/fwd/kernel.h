@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does one thread block run? Role split, then every tile of the block in the same order on both
-// sides.
+// How does one thread block run? Role split, then tile after tile: one warp describes them, one
+// loads, the consumer warpgroups compute.
 #pragma once
 
 #include "kernels_common/device/attend_tile.h"

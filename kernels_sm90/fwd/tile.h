@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which rows, heads and key blocks does tile number i have? Producer and consumers ask the same
-// functions.
+// Which rows, heads and key blocks does tile number i have? One warp works it out, the others read
+// it in shared memory.
 #pragma once
 
 #include "kernels_common/device/seq_info.h"
@@ -89,8 +89,10 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
 class StaticTiles {
  public:
   FA_DEVICE explicit StaticTiles(const TileOrder& order) : num_tiles_(order.num_tiles) { settle(); }
-  FA_DEVICE bool valid() const { return index_ < num_tiles_; }
-  FA_DEVICE int index() const { return index_; }
+  FA_DEVICE bool valid() const {
+    return index_ < num_tiles_;
+  }  // unsigned: rounds may end beyond 2^31
+  FA_DEVICE int index() const { return static_cast<int>(index_); }
   FA_DEVICE void next() {
     first_ += gridDim.x;
     backwards_ = !backwards_;
@@ -103,8 +105,8 @@ class StaticTiles {
     index_ = first_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
 
-  int num_tiles_, index_ = 0;
-  int first_ = 0;  // of this round
+  uint32_t num_tiles_, index_ = 0;
+  uint32_t first_ = 0;  // of this round
   bool backwards_ = false;
 };
 
