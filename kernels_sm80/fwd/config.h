@@ -29,6 +29,9 @@ struct FwdTypes {
   // Whether warps pass over blocks that none of their rows sees. At D 128 that path takes five
   // registers more than there are.
   static constexpr bool kSkipUnseen = kDimV <= 64;
+  // Whether O is rescaled before the exponentials instead of after them. At D 64 their order
+  // decides whether 168 registers are enough on sm_80.
+  static constexpr bool kRescaleFirst = kDimV <= 64;
 
   static_assert(kConfig.arch == 80 && kConfig.op == Op::kForward,
                 "this row is not an Ampere forward row");

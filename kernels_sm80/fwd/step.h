@@ -125,6 +125,7 @@ class FwdStep {
   FA_DEVICE void softmax_of_block() {
     auto view = acc_view(scores_);  // (rows, columns)
     const bool grown = softmax.template update_max<T::kLazyRescale>(view, scale_log2_);
+    if constexpr (T::kRescaleFirst) rescale_output_if(grown);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       softmax.sum[r] *= softmax.alpha[r];
@@ -135,11 +136,12 @@ class FwdStep {
         softmax.sum[r] += view(r, c);
       }
     }
-    // Most blocks raise no maximum (by much): one vote then saves a multiplication per output.
-    if (!T::kLazyRescale || __any_sync(0xffffffffu, grown)) rescale_output();
+    if constexpr (!T::kRescaleFirst) rescale_output_if(grown);
   }
 
-  FA_DEVICE void rescale_output() {
+  // Most blocks raise no maximum (by much): one vote then saves a multiplication per output.
+  FA_DEVICE void rescale_output_if(bool grown) {
+    if (T::kLazyRescale && !__any_sync(0xffffffffu, grown)) return;
     auto view = acc_view(output);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -153,10 +155,16 @@ class FwdStep {
     const int thread = thread_again();
     return smem_q_ + lane_offset_rows<T::kTileM>(thread % 32) + thread / 32 * (T::kWarpRows * 128);
   }
+  // Which 16 dims Q · Kᵀ takes at its step j: the same place of every panel in turn. Their
+  // addresses differ by a constant, so one swizzled address per operand is live instead of four.
+  FA_DEVICE static constexpr int dim_step(int j) {
+    constexpr int kPanels = kKSteps / 4;
+    return j % kPanels * 4 + j / kPanels;
+  }
   FA_DEVICE void load_q_operand(uint32_t rows, int j, uint32_t (&a)[T::kSlabs][4]) const {
     CUTE_UNROLL
     for (int m = 0; m < T::kSlabs; ++m)
-      load_matrix(SwizzledTile<T::kTileM>::step_columns(rows, j) + m * 16 * 128, a[m]);
+      load_matrix(SwizzledTile<T::kTileM>::step_columns(rows, dim_step(j)) + m * 16 * 128, a[m]);
   }
   // Columns [16·i, 16·i + 16) of slab m: two n8 tiles of mma.sync.
   template <class Acc>
@@ -180,8 +188,9 @@ class FwdStep {
     cute::clear(scores_);
     uint32_t a[2][T::kSlabs][4], b[kAhead + 1][4];
     auto load_b = [&](int t) {
-      load_matrix(SwizzledTile<T::kTileN>::step_columns(keys, t / kTiles) + t % kTiles * 16 * 128,
-                  b[t % (kAhead + 1)]);
+      load_matrix(
+          SwizzledTile<T::kTileN>::step_columns(keys, dim_step(t / kTiles)) + t % kTiles * 16 * 128,
+          b[t % (kAhead + 1)]);
     };
     load_q_operand(rows, 0, a[0]);
     CUTE_UNROLL
