@@ -62,6 +62,7 @@ struct FwdArgs {
   int32_t out_fp32;                 // 1: out holds fp32
   float scale_log2;                 // softmax scale * log2(e)
   float scale;                      // softmax scale
+  float rescale_limit;              // how far, in powers of two, a row's maximum may grow unheeded
   const void* sinks;                // [Hq] or null: raw logits that only enter the denominator
   int64_t sinks_stride;
   int32_t sinks_dtype;  // fa_dtype

@@ -64,11 +64,12 @@ struct OnlineSoftmax {
   }
 
   // The parts of update(), for steps that place them between other instructions. Returns whether a
-  // row's alpha is not 1. kLazy: a maximum that grows by less than 2^8 is not taken over.
-  // Probabilities then stay below 2^8, which fp16 and bf16 hold with the same relative error; sum
-  // and LSE use the same stale maximum, so the result is exact.
+  // row's alpha is not 1. kLazy: a maximum that grows by no more than 2^limit is not taken over.
+  // Probabilities then stay below 2^limit, which fp16 and bf16 hold with the same relative error
+  // (up to 2^8); sum and LSE use the same stale maximum. What is lost: with limit 0 the largest
+  // probability is exactly 1, else it is rounded like the others.
   template <bool kLazy, class View>
-  FA_DEVICE bool update_max(const View& scores, float scale_log2) {
+  FA_DEVICE bool update_max(const View& scores, float scale_log2, float limit) {
     float top[kRows];
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -76,19 +77,19 @@ struct OnlineSoftmax {
       CUTE_UNROLL
       for (int c = 1; c < cute::size<1>(scores); ++c) top[r] = max_or_nan(top[r], scores(r, c));
     }
-    return adopt_max<kLazy>(top, scale_log2);
+    return adopt_max<kLazy>(top, scale_log2, limit);
   }
 
   // `top`: the maxima of this lane's columns.
   template <bool kLazy>
-  FA_DEVICE bool adopt_max(const float (&top)[kRows], float scale_log2) {
+  FA_DEVICE bool adopt_max(const float (&top)[kRows], float scale_log2, float limit) {
     bool grown = false;
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float m = max_or_nan(max[r], top[r]);
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      if (kLazy && (m - max[r]) * scale_log2 <= 8.f)
+      if (kLazy && (m - max[r]) * scale_log2 <= limit)
         m = max[r];  // −inf − (−inf) is NaN: takes over −inf
       alpha[r] = max[r] == m ? 1.f : exp2_approx((max[r] - m) * scale_log2);
       grown |= max[r] != m;

@@ -19,10 +19,3 @@ const char* last_error();
   do {                                                                  \
     if (fa_status fa_try_status_ = (expression)) return fa_try_status_; \
   } while (0)
-
-// For code that includes the CUDA runtime. `what` names the call and the row.
-#define FA_CUDA(expression, what)                                                              \
-  do {                                                                                         \
-    if (cudaError_t fa_cuda_error_ = (expression); fa_cuda_error_ != cudaSuccess)              \
-      return ::fa::fail(FA_ERROR_CUDA, "%s: %s.", (what), cudaGetErrorString(fa_cuda_error_)); \
-  } while (0)

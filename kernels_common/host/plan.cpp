@@ -112,6 +112,8 @@ LaunchArgs bind(const Plan& plan, const Problem& p) {
   f.out_fp32 = p.out_dtype == DType::kFp32 ? 1 : 0;
   f.scale = p.scale;
   f.scale_log2 = p.scale * kLog2E;
+  // fp32 results show the rounding of the largest probability, which 16-bit results hide.
+  f.rescale_limit = f.out_fp32 ? 0.f : 8.f;
   f.sinks = p.sinks;
   f.sinks_stride = p.sinks_stride;
   f.sinks_dtype = p.sinks_dtype;

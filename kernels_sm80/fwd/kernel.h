@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
     }
     __syncwarp();
     const CpAsyncKv<Row> loader(args, state, smem_k, smem_v);
-    FwdStep<Row> step(loader, state, args.scale_log2, smem_q, smem_k, smem_v);
+    FwdStep<Row> step(loader, state, args.scale_log2, args.rescale_limit, smem_q, smem_k, smem_v);
     PlainQ<Row>::load(static_cast<const char*>(args.q.data) +
                           2 * (seq.q_batch * args.q.stride_batch +
                                int64_t(seq.q_begin + seq.m_first) * args.q.stride_row +

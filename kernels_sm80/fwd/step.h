@@ -41,10 +41,12 @@ class FwdStep {
 
   // `smem_*`: addresses of the FwdSmem members.
   FA_DEVICE FwdStep(const CpAsyncKv<Row>& loader, const TileState<typename T::Mask>& state,
-                    float scale_log2, uint32_t smem_q, uint32_t smem_k, uint32_t smem_v)
+                    float scale_log2, float rescale_limit, uint32_t smem_q, uint32_t smem_k,
+                    uint32_t smem_v)
       : loader_(loader),
         state_(state),
         scale_log2_(scale_log2),
+        rescale_limit_(rescale_limit),
         smem_q_(smem_q),
         smem_k_(smem_k),
         smem_v_(smem_v) {
@@ -124,7 +126,8 @@ class FwdStep {
   // Scores to probabilities, in place; O and the sums to the new maxima.
   FA_DEVICE void softmax_of_block() {
     auto view = acc_view(scores_);  // (rows, columns)
-    const bool grown = softmax.template update_max<T::kLazyRescale>(view, scale_log2_);
+    const bool grown =
+        softmax.template update_max<T::kLazyRescale>(view, scale_log2_, rescale_limit_);
     if constexpr (T::kRescaleFirst) rescale_output_if(grown);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
@@ -246,7 +249,7 @@ class FwdStep {
 
   CpAsyncKv<Row> loader_;
   const TileState<typename T::Mask>& state_;  // in shared memory
-  float scale_log2_;
+  float scale_log2_, rescale_limit_;
   uint32_t smem_q_, smem_k_, smem_v_;
   Scores scores_;  // ((2, 2), MMA_M, MMA_N)
 };

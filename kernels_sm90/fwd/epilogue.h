@@ -37,11 +37,13 @@ class FwdEpilogue {
     const float sink = sink_of(args_, tile.head_q);
     const float sinks[2] = {sink, sink};
     softmax.finish(args_.scale_log2, sinks);
+    // A row without keys is 0 by definition: 0 · inf of another row's V must not show.
     auto view = acc_view(o);  // (2, dim_v / 4)
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= softmax.sum[r];
+      for (int c = 0; c < cute::size<1>(view); ++c)
+        view(r, c) = softmax.sum[r] == 0.f ? 0.f : view(r, c) * softmax.sum[r];
     }
     if (tile.seq.m_first + T::kTileM > tile.seq.q_len) clear_rows(view, softmax, tile.seq);
     store_lse(softmax, tile);

@@ -3,11 +3,7 @@
 // its table entry.
 #pragma once
 
-#include <cuda_runtime.h>
-
-#include <atomic>
-
-#include "kernels_common/host/error.h"
+#include "kernels_common/host/launch_row.h"
 #include "kernels_common/host/registry.h"
 #include "kernels_common/host/tensor_map.h"
 #include "kernels_sm90/fwd/kernel.h"
@@ -56,19 +52,9 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
   return FA_OK;
 }
 
-// Allows the row its shared memory; once per device.
 template <class Row>
-fa_status set_attributes() {
-  static std::atomic<uint64_t> done{0};
-  int device = 0;
-  FA_CUDA(cudaGetDevice(&device), "cudaGetDevice");
-  const uint64_t bit = uint64_t{1} << (device % 64);
-  if (device < 64 && (done.load(std::memory_order_acquire) & bit) != 0) return FA_OK;
-  FA_CUDA(cudaFuncSetAttribute(fa_fwd<Row>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                               kFwdSmemBytes<Row>),
-          "cudaFuncSetAttribute(MaxDynamicSharedMemorySize) of a Hopper forward row");
-  done.fetch_or(bit, std::memory_order_release);
-  return FA_OK;
+const void* function() {
+  return reinterpret_cast<const void*>(&fa_fwd<Row>);
 }
 
 template <class Row>
@@ -76,17 +62,8 @@ fa_status launch(const LaunchArgs& args, void* stream) {
   KernelParams<Row> params{};
   params.args = args.fwd;
   FA_TRY(encode_maps<Row>(args.fwd, &params));
-  FA_TRY(set_attributes<Row>());
-  void* pointers[] = {&params};
-  FA_CUDA(cudaLaunchKernel(fa_fwd<Row>, dim3(args.grid), dim3(FwdTypes<Row>::kThreads), pointers,
-                           kFwdSmemBytes<Row>, static_cast<cudaStream_t>(stream)),
-          "launch of a Hopper forward row");
-  return FA_OK;
-}
-
-template <class Row>
-const void* function() {
-  return reinterpret_cast<const void*>(fa_fwd<Row>);
+  return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
+                         &params, stream);
 }
 
 template <class Row>

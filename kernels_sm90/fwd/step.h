@@ -86,12 +86,15 @@ class FwdStep {
   // full first, or two rounds of a slot would be released in one.
   FA_DEVICE void pass_block() {
     mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
+    __syncwarp();  // one lane speaks for its warp: all of it must have seen the slot full
     release(smem_.k_slots, k_at_);
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
+    __syncwarp();
     release(smem_.v_slots, v_at_);
   }
   FA_DEVICE void pass_query() {
     mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
+    __syncwarp();
     release(smem_.q_slots, q_at_);
   }
 

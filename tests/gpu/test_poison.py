@@ -84,9 +84,24 @@ def test_nan_inside_the_problem_is_not_hidden(backend: str) -> None:
     q[0, 77, 1, 5] = math.nan
     dirty = harness.call(harness.inputs_from(q, k, v, causal=True), backend)
     assert torch.isnan(dirty.out[0, 77, 1]).all()
+    assert torch.isnan(dirty.lse[0, 1, 77])
     keep = torch.ones(1, 200, 2, dtype=torch.bool, device=DEVICE)
     keep[0, 77, 1] = False
     assert torch.equal(dirty.out[keep], clean.out[keep])
+
+
+@harness.each_backend()
+@pytest.mark.parametrize("sinks", [False, True])
+def test_rows_without_a_key_beside_an_infinite_value(backend: str, sinks: bool) -> None:
+    """Rows 0 to 91 see nothing and share tiles with rows that see inf: 0 x inf must not show."""
+    q, k, v = (randn(1, n, 2, 64, seed=n) for n in (192, 100, 100))
+    v[:, 0] = math.inf
+    options = {"sinks": randn(2, dtype=torch.float32)} if sinks else {}
+    result = harness.call(harness.inputs_from(q, k, v, causal=True, **options), backend)
+    assert (result.out[:, :92] == 0).all()
+    expected_lse = options["sinks"][None, :, None] if sinks else torch.tensor(-math.inf)
+    assert torch.allclose(result.lse[:, :, :92], expected_lse.to(result.lse).expand(1, 2, 92))
+    assert not torch.isfinite(result.out[:, 92:]).any()
 
 
 def test_allocated_outputs_hold_no_old_bytes() -> None:
