@@ -263,7 +263,9 @@ def _head_tensors(q: Tensor, batch: int, options: Options) -> None:
             )
         if tuple(t.shape) not in shapes:
             allowed = " or ".join(str(list(s)) for s in shapes)
-            raise ValueError(f"{name}: shape {list(t.shape)} must be {allowed}.")
+            raise ValueError(
+                f"{name}: shape {list(t.shape)} must be {allowed}: one value per query head."
+            )
 
 
 def contents(q: Tensor, k: Tensor, options: Options) -> None:

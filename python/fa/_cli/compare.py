@@ -247,7 +247,9 @@ def reference_logits(loaded: Loaded, size: Sizes, device: torch.device) -> torch
         return None
     passage = _passage_ids(loaded, size.check).to(device)
     # A copy, because a cast back to 16 bits would also round buffers that were fp32.
-    exact = dataclasses.replace(loaded, model=copy.deepcopy(loaded.model).float())
+    # The method of nn.Module: transformers refuses its own on a model that came from a GGUF file,
+    # although its weights were expanded when it was loaded.
+    exact = dataclasses.replace(loaded, model=torch.nn.Module.float(copy.deepcopy(loaded.model)))
     with attention(exact, "eager") as model:
         return model(passage, use_cache=False).logits[0].float().cpu()
 
