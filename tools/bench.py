@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import bench_cells as cells
 import bench_impls as impls
 import fa

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import os
 import random
 import sys
@@ -29,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 for _folder in (ROOT / "tools", ROOT / "tests", ROOT / "tests" / "gpu"):
     if str(_folder) not in sys.path:
         sys.path.insert(0, str(_folder))
+importlib.import_module("clone_package")
 
 # (share of the draws, longest sequence, most multiplications)
 SIZES = ((0.90, 150, 3e8), (0.08, 500, 3e9), (0.02, 2100, 2e10))
