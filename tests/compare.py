@@ -132,8 +132,10 @@ def _floors(inputs: Inputs) -> dict[str, float]:
     d_score = scale * (norm(dout) * norm(v) + (4 if case.dlse else 0))  # scale * (dP + dlse - dO.O)
     rows = max(1, q.shape[-3]) ** 0.5
     unit = 1e-5 if q.dtype != torch.float64 else 1e-13
+    # Scores are rounded to fp32, so weights err by eps * score relatively: 16-bit outputs hide it.
+    weights = 4 * eps * score if inputs.options.get("out_dtype") == torch.float32 else 0.0
     return {
-        "out": unit,
+        "out": unit + weights * largest(v),
         "lse": 2 * unit + 4 * eps * score,
         "dq": unit + 4 * eps * d_score * largest(k),
         "dk": unit + 4 * eps * d_score * largest(q) * rows,
