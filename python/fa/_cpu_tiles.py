@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fa._layout import accumulation_dtype
+from fa._pages import Pages
 
 TILE_M = 256
 TILE_N = 512
@@ -76,8 +77,10 @@ class Problem:
         leftpad_k: Tensor | None,
         kv_batch_idx: Tensor | None,
         options: Options,
+        page_table: Tensor | None = None,
     ) -> None:
         self.options = options
+        self.pages = None if page_table is None else Pages(page_table, k)
         self.acc, self.device = accumulation_dtype(q.dtype), q.device
         self.packed_q, self.packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
         self.heads_q, self.heads_k = q.shape[-2], k.shape[-2]
@@ -86,7 +89,8 @@ class Problem:
             (self.heads_q, q.shape[0]) if self.packed_q else (batch, self.heads_q, q.shape[1])
         )
         q_begin, q_len = _extents(cu_seqlens_q, seqused_q, batch, q.shape[-3])
-        k_begin, k_used = _extents(cu_seqlens_k, seqused_k, batch, k.shape[-3])
+        room_k = k.shape[-3] if self.pages is None else self.pages.capacity
+        k_begin, k_used = _extents(cu_seqlens_k, seqused_k, batch, room_k)
         pads = leftpad_k.tolist() if leftpad_k is not None else [0] * batch
         kv_rows = kv_batch_idx.tolist() if kv_batch_idx is not None else list(range(batch))
         # [q row, q_begin, q_len, k row, k_begin, k_len] of every sequence
@@ -113,7 +117,7 @@ class Problem:
 
     def _equal_run(self, first: int) -> int:
         """How many batch entries from `first` on can be one slice of dense q and dense k."""
-        if self.packed_q or self.packed_k:
+        if self.packed_q or self.packed_k or self.pages is not None:
             return 1
         count, head = 1, self.sequences[first]
         while first + count < len(self.sequences):
@@ -130,6 +134,7 @@ class Part:
     def __init__(self, problem: Problem, batch: int, size: int, head: int, heads: int) -> None:
         self.options, self.acc, self._device = problem.options, problem.acc, problem.device
         self._packed_q, self._packed_k = problem.packed_q, problem.packed_k
+        self._pages = problem.pages
         self._b, self._q0, self.q_len, self._kb, self._k0, self.k_len = problem.sequences[batch]
         self._size, self.heads = size, heads
         self.group = problem.heads_q // problem.heads_k
@@ -173,6 +178,11 @@ class Part:
         step = max(TILE_N, min(8 * TILE_N, TILE_M * TILE_N // (self.group * (end - begin))))
         for first in range(self.first_key(begin), last, step):
             yield first, min(first + step, last)
+
+    def _seen(self) -> tuple[int, int]:
+        """The first and one past the last key that some row of the part sees."""
+        tiles = [tile for rows in self.row_tiles() for tile in self.key_tiles(*rows)]
+        return (tiles[0][0], max(last for _, last in tiles)) if tiles else (0, 0)
 
     def _hidden_keys(self, begin: int, end: int, first: int, last: int) -> Tensor | None:
         """bool (tile_m, tile_n), or None where every row of the tile sees every key of it."""
@@ -237,7 +247,10 @@ class Part:
         return t[self._b : self._b + self._size, begin:end, self._heads_q]
 
     def keys(self, t: Tensor, first: int, last: int) -> Tensor:
-        """View [size, last - first, heads_k, D] of k, v and their gradients."""
+        """[size, last - first, heads_k, D] of k or v: a view, of a paged cache a copy."""
+        if self._pages is not None:
+            part = t[:, :, self._heads_k]
+            return self._pages.read(part, self._kb, self._k0 + first, self._k0 + last)[None]
         span = slice(self._k0 + first, self._k0 + last)
         if self._packed_k:
             return t[span, self._heads_k].unsqueeze(0)
@@ -275,6 +288,12 @@ class Part:
 
     def add_keys(self, sums: Tensor, gradient: Tensor) -> None:
         """The gradient starts at zero, so adding rounds once unless a cache row is shared."""
+        if self._pages is not None:
+            begin, end = self._seen()
+            values = sums[:, begin:end].transpose(0, 1)  # (keys, heads_k, D)
+            part = gradient[:, :, self._heads_k]
+            self._pages.add(part, self._kb, self._k0 + begin, values)
+            return
         view = self.keys(gradient, 0, self.k_len).transpose(1, 2)
         view.add_(sums.unflatten(0, (self._size, self.heads)))
 

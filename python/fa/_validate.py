@@ -25,9 +25,19 @@ KERNEL_FLOATS = (torch.float16, torch.bfloat16)
 KERNEL_MAX_DIM = 256
 KERNEL_MAX_ROWS = 1 << 30
 
-# Option -> its value when it is off.
-_NOT_BUILT = {
+# Option -> its value when it is off: what kernel rows do not do.
+_NO_ROW: dict[str, Any] = {
     "page_table": None,
+    "q_descale": None,
+    "k_descale": None,
+    "v_descale": None,
+    "descale_block_q": 0,
+    "descale_block_k": 0,
+    "dropout_p": 0.0,
+    "philox_seed_offset": None,
+}
+# The same, in every backend.
+_NOT_BUILT: dict[str, Any] = {
     "q_descale": None,
     "k_descale": None,
     "v_descale": None,
@@ -38,18 +48,22 @@ _NOT_BUILT = {
 }
 
 
-def refuse_unbuilt(options: Options) -> None:
-    """Options that are in the schema and in no backend yet: refused by name."""
+def refuse_unbuilt(options: Options, kernels: bool) -> None:
+    """Options that are in the schema and that a backend cannot do: refused by name."""
     dropout_p = options.get("dropout_p", 0.0)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
-    for name, off in _NOT_BUILT.items():
+    for name, off in (_NO_ROW if kernels else _NOT_BUILT).items():
         value = options.get(name, off)
         if value is not None and (isinstance(value, Tensor) or value != off):
             shown = describe(value) if isinstance(value, Tensor) else value
+            who, cure = "backend", "."
+            if name not in _NOT_BUILT:
+                who = "kernel row"
+                cure = ', or run the torch implementation with fa.backend("cpu").'
             raise NotImplementedError(
-                f"{name}: {shown} was given, and no backend of this version implements {name}. "
-                f"Leave it out, or pass {off}."
+                f"{name}: {shown} was given, and no {who} of this version implements {name}. "
+                f"Leave it out, pass {off}{cure}"
             )
 
 
@@ -69,7 +83,7 @@ def tensor_types(**tensors: object) -> None:
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool) -> None:
     """Everything that can be checked without reading device data. `kernels`: for libfa's rows."""
     tensor_types(q=q, k=k, v=v)  # torch lets None pass as a tensor
-    refuse_unbuilt(options)
+    refuse_unbuilt(options, kernels)
     _numbers(options)
     allowed = KERNEL_FLOATS if kernels else FLOATS
     _dtypes(q, k, v, allowed, kernels)
@@ -191,8 +205,10 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
             "key head h // (heads_q / heads_k); repeat or drop heads."
         )
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
-    kv_index = options.get("kv_batch_idx")
-    if cu_k is not None:
+    kv_index, table = options.get("kv_batch_idx"), options.get("page_table")
+    if table is not None:
+        _page_table(table, batch, q, k, v, options)
+    elif cu_k is not None:
         if kv_index is not None:
             raise ValueError(
                 f"kv_batch_idx: {describe(kv_index)} chooses rows of a dense cache, and k is "
@@ -211,6 +227,45 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
             )
         _agree("v", v, k, 0, "batch entries")
     return batch
+
+
+def _page_table(
+    table: Tensor, batch: int, q: Tensor, k: Tensor, v: Tensor, options: Options
+) -> None:
+    """int32 [rows, pages]; k and v are then [num_pages, page_size, heads, dim]."""
+    if options.get("cu_seqlens_k") is not None:
+        raise ValueError(
+            f"page_table: {describe(table)} was given, and k is packed (cu_seqlens_k). k is either "
+            "paged or packed: leave one of them out."
+        )
+    if options.get("seqused_k") is None:
+        raise ValueError(
+            "page_table: given without seqused_k, so the lengths of the sequences in the cache are "
+            "unknown. Pass seqused_k, int32 [batch]."
+        )
+    page_rows("page_table", table, batch, q.device, options.get("kv_batch_idx"))
+    _agree("v", v, k, 0, "pages")
+    if k.shape[1] == 0:
+        raise ValueError(f"k: shape {list(k.shape)} has pages of 0 keys. Pass at least one slot.")
+
+
+def page_rows(
+    name: str, table: Tensor, batch: int, device: torch.device, kv_index: Tensor | None
+) -> None:
+    """A page table by itself: dtype, device, shape, stride."""
+    if table.dtype != torch.int32:
+        raise ValueError(f"{name}: dtype {table.dtype} is not torch.int32. Pass {name}.int().")
+    if table.device != device:
+        raise ValueError(
+            f'{name}: is on {table.device} and q on {device}. Move it with {name}.to("{device}").'
+        )
+    if table.dim() != 2 or (kv_index is None and table.shape[0] != batch):
+        raise ValueError(
+            f"{name}: shape {list(table.shape)} must be [batch, pages] = [{batch}, pages]; with "
+            "kv_batch_idx, which chooses its rows, any number of rows."
+        )
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(f"{name}: stride {table.stride(1)} must be 1. Pass {name}.contiguous().")
 
 
 def _agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
@@ -271,7 +326,12 @@ def _head_tensors(q: Tensor, batch: int, options: Options) -> None:
 def contents(q: Tensor, k: Tensor, options: Options) -> None:
     """What stands in the index tensors: for the torch implementation, which reads them anyway."""
     q_room = _cumulative("cu_seqlens_q", options.get("cu_seqlens_q"), q)
+    table = options.get("page_table")
+    k_rows, k_name = k.shape[0], "k"
     k_room = _cumulative("cu_seqlens_k", options.get("cu_seqlens_k"), k)
+    if table is not None:
+        k_room = table.shape[1] * k.shape[1]
+        k_rows, k_name = table.shape[0], "page_table"
     for name, room, side in (
         ("seqused_q", q_room, "q"),
         ("seqused_k", k_room, "k"),
@@ -290,10 +350,10 @@ def contents(q: Tensor, k: Tensor, options: Options) -> None:
     index = options.get("kv_batch_idx")
     if index is not None:
         for b, row in enumerate(index.tolist()):
-            if not 0 <= row < k.shape[0]:
+            if not 0 <= row < k_rows:
                 raise ValueError(
-                    f"kv_batch_idx: entry {b} is {row}, and k has {k.shape[0]} batch entries. "
-                    f"Pass values in [0, {k.shape[0] - 1}]."
+                    f"kv_batch_idx: entry {b} is {row}, and {k_name} has {k_rows} batch entries. "
+                    f"Pass values in [0, {k_rows - 1}]."
                 )
 
 

@@ -33,6 +33,7 @@ def forward(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -45,10 +46,11 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): the meaning of `fa::forward`, computed where the tensors are.
 
-    q [B, Sq, Hq, D] or [total_q, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv] or packed; out as q
-    with Dv, in `out_dtype` (default q's), dense in q's dimension order; lse [B, Hq, Sq] or
-    [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs). Rows that see no key: out 0, lse -inf
-    (with sinks: the sink); rows of no sequence: out 0, lse -inf.
+    q [B, Sq, Hq, D] or [total_q, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], or packed, or pages
+    [num_pages, page_size, Hkv, D] with page_table [rows, pages], of which sequence b reads row b or
+    kv_batch_idx[b]; out as q with Dv, in `out_dtype` (default q's), dense in q's dimension order;
+    lse [B, Hq, Sq] or [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs). Rows that see no key:
+    out 0, lse -inf (with sinks: the sink); rows of no sequence: out 0, lse -inf.
     """
     problem = Problem(
         q,
@@ -60,6 +62,7 @@ def forward(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         kv_batch_idx=kv_batch_idx,
+        page_table=page_table,
         options=Options.of(
             q,
             alibi_slopes,
@@ -130,6 +133,7 @@ def backward(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -160,6 +164,7 @@ def backward(
         seqused_k=seqused_k,
         leftpad_k=leftpad_k,
         kv_batch_idx=kv_batch_idx,
+        page_table=page_table,
         options=Options.of(
             q,
             alibi_slopes,
@@ -173,8 +178,9 @@ def backward(
         ),
     )
     with torch.no_grad():
-        # Two sequences may read the same cache row: their gradients meet in a buffer of sums.
-        kv_sum = problem.acc if kv_batch_idx is not None else None
+        # Two sequences may read one cache row or page: their gradients meet in a buffer of sums.
+        shared = kv_batch_idx is not None or page_table is not None
+        kv_sum = problem.acc if shared else None
         dq = empty_like_order(q, q.shape, grad_dtype or q.dtype).zero_()
         dk = empty_like_order(k, k.shape, kv_sum or grad_dtype or k.dtype).zero_()
         dv = empty_like_order(v, v.shape, kv_sum or grad_dtype or v.dtype).zero_()

@@ -276,11 +276,13 @@ def attention_kvcache(
     Args:
         q: [B, Sq, Hq, D].
         k_cache, v_cache: [Bc, S, Hkv, D] and [Bc, S, Hkv, Dv]; Bc = B, or cache rows are chosen by
-            kv_batch_idx (int32 [B]).
+            kv_batch_idx (int32 [B]). With page_table: [num_pages, page_size, Hkv, D] and Dv.
         cache_seqlens: int32 [B], the filled length of each cache row, left padding included; or
             one number for all.
-        k_new, v_new, page_table, rotary_cos, rotary_sin: refused: this version neither appends to
-            a cache nor reads pages. Copy new keys into the cache before the call.
+        page_table: int32 [Bc, pages]: key j of a cache row lies in page page_table[row, j //
+            page_size], slot j % page_size. Entries without a visible key are never read.
+        k_new, v_new, rotary_cos, rotary_sin: refused: this version does not append to a cache.
+            Copy new keys into the cache before the call.
         **options: as `attention`.
 
     Returns and raises: as `attention`.
@@ -288,14 +290,13 @@ def attention_kvcache(
     for name, value in (
         ("k_new", k_new),
         ("v_new", v_new),
-        ("page_table", page_table),
         ("rotary_cos", rotary_cos),
         ("rotary_sin", rotary_sin),
     ):
         if value is not None:
             raise NotImplementedError(
-                f"{name} was given, and fa.attention_kvcache of this version reads a dense cache "
-                f"only. Write the new keys and values into the cache with torch and leave {name} "
+                f"{name} was given, and fa.attention_kvcache of this version only reads a cache. "
+                f"Write the new keys and values into the cache with torch and leave {name} "
                 "away."
             )
     if isinstance(cache_seqlens, int):
@@ -304,6 +305,8 @@ def attention_kvcache(
         if cu_seqlens_q is not None:
             batch = cu_seqlens_q.shape[0] - 1
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    if page_table is not None:
+        options["page_table"] = page_table
     return attention(q, k_cache, v_cache, seqused_k=cache_seqlens, **options)
 
 

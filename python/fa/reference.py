@@ -26,6 +26,7 @@ def attention(
     seqused_k: Tensor | None = None,
     leftpad_k: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
+    page_table: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -39,13 +40,16 @@ def attention(
     """Returns (out, lse), both in `dtype`.
 
     q is [B, Sq, Hq, D], or [total_q, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hkv, D] and
-    [B, Sk, Hkv, Dv], or packed with cu_seqlens_k; out has q's shape with Dv; lse (natural
+    [B, Sk, Hkv, Dv], packed with cu_seqlens_k, or pages [num_pages, page_size, Hkv, D] with
+    page_table and seqused_k; out has q's shape with Dv; lse (natural
     logarithm) is [B, Hq, Sq], packed [Hq, total_q]. Options mean what `fa::forward`'s do.
     `dtype` is the precision of every step: a test passes the dtype of the inputs to learn how far
     off plain PyTorch attention in that dtype is.
 
-    Raises ValueError where heads do not divide or a window has no meaning.
+    Raises ValueError where heads do not divide, a window has no meaning, or pages have no lengths.
     """
+    if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
+        raise ValueError("page_table needs seqused_k, and excludes cu_seqlens_k.")
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(f"q has {heads_q} heads, not a multiple of k's {heads_k}.")
@@ -59,25 +63,32 @@ def attention(
 
     batch = len(cu_seqlens_q) - 1 if cu_seqlens_q is not None else q.shape[0]
     q_parts = _sequences(q.to(dtype), cu_seqlens_q)
-    k_parts, v_parts = (_sequences(x.to(dtype), cu_seqlens_k) for x in (k, v))
+    k, v = k.to(dtype), v.to(dtype)
+    k_parts, v_parts = (_sequences(x, cu_seqlens_k) for x in (k, v))
+    band = (window_left, window_right, attention_chunk)
     if alibi_slopes is not None and alibi_slopes.dim() == 1:
         alibi_slopes = alibi_slopes.expand(batch, heads_q)
     outs, lses = [], []
     for b in range(batch):
         q_b, kv_row = q_parts[b], int(kv_batch_idx[b]) if kv_batch_idx is not None else b
-        k_b, v_b = k_parts[kv_row], v_parts[kv_row]
         q_len = int(seqused_q[b]) if seqused_q is not None else len(q_b)
         first = int(leftpad_k[b]) if leftpad_k is not None else 0
-        last = max(first, int(seqused_k[b]) if seqused_k is not None else len(k_b))
+        last = int(seqused_k[b]) if seqused_k is not None else len(k_parts[kv_row])
+        last = max(first, last)
+        if page_table is None:
+            k_b, v_b = (parts[kv_row][first:last] for parts in (k_parts, v_parts))
+        else:
+            seen = visible(q_len, last - first, *band, device=q.device).any(dim=0)
+            k_b, v_b = (_pages(x, page_table[kv_row], first, seen) for x in (k, v))
         out_b, lse_b = _one_sequence(
             q_b[:q_len],
-            k_b[first:last],
-            v_b[first:last],
+            k_b,
+            v_b,
             scale,
             softcap,
             alibi_slopes[b].to(dtype) if alibi_slopes is not None else None,
             sinks.to(dtype) if sinks is not None else None,
-            (window_left, window_right, attention_chunk),
+            band,
         )
         # Rows that belong to no sequence: 0 and -inf.
         outs.append(pad(out_b, (0, 0, 0, 0, 0, len(q_b) - q_len)))
@@ -118,6 +129,13 @@ def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:
     ends = cu_seqlens.tolist()
     lengths = [end - begin for begin, end in zip(ends[:-1], ends[1:], strict=True)]
     return x.split([*lengths, len(x) - sum(lengths)])
+
+
+def _pages(x: Tensor, entries: Tensor, first: int, seen: Tensor) -> Tensor:
+    """[keys, H, D] from key `first` on, out of pages [num_pages, page_size, H, D]; 0 if unseen."""
+    keys = torch.arange(first, first + len(seen), device=x.device)[seen]
+    rows = x[entries[keys // x.shape[1]].long(), keys % x.shape[1]]
+    return x.new_zeros(len(seen), *x.shape[2:]).index_copy(0, seen.nonzero().flatten(), rows)
 
 
 def _one_sequence(

@@ -123,9 +123,39 @@ BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
         *([Q, K, V], {"philox_seed_offset": torch.zeros(2, dtype=torch.int64)}),
         *(NotImplementedError, ["philox_seed_offset", "[2]", "None"]),
     ),
-    "pages": (
+    "pages without lengths": (
         *([Q, K, V], {"page_table": torch.zeros(2, 1, dtype=INT)}),
-        *(NotImplementedError, ["page_table", "[2, 1]", "None"]),
+        *(ValueError, ["page_table", "seqused_k", "[batch]"]),
+    ),
+    "pages dtype": (
+        *([Q, K, V], {"page_table": torch.zeros(2, 1), "seqused_k": cu(3, 4)}),
+        *(ValueError, ["page_table", "torch.float32", ".int()"]),
+    ),
+    "pages shape": (
+        *([Q, K, V], {"page_table": torch.zeros(3, 1, dtype=INT), "seqused_k": cu(3, 4)}),
+        *(ValueError, ["page_table", "[3, 1]", "[2, pages]", "kv_batch_idx"]),
+    ),
+    "pages stride": (
+        *([Q, K, V], {"page_table": torch.zeros(3, 2, dtype=INT).T, "seqused_k": cu(3, 4)}),
+        *(ValueError, ["page_table", "stride 2", ".contiguous()"]),
+    ),
+    "packed pages": (
+        [*PACKED[:1], K, V],
+        {**CU, "page_table": torch.zeros(2, 1, dtype=INT), "seqused_k": cu(3, 4)},
+        *(ValueError, ["k:", "cu_seqlens_k", "[total, heads, dim]"]),
+    ),
+    "few pages": (
+        *([Q, K, V], {"page_table": torch.zeros(2, 1, dtype=INT), "seqused_k": cu(3, 21)}),
+        *(ValueError, ["seqused_k", "entry 1 is 21", "[0, 20]"]),
+    ),
+    "page number": (
+        *([Q, K, V], {"page_table": cu(0, 2).view(2, 1), "seqused_k": cu(3, 4)}),
+        *(ValueError, ["page_table", "entry [1, 0] is 2", "2 pages", "[0, 1]"]),
+    ),
+    "page row": (
+        [Q, K, V],
+        {"page_table": cu(0, 1).view(2, 1), "seqused_k": cu(3, 4), "kv_batch_idx": cu(2, 0)},
+        *(ValueError, ["kv_batch_idx", "entry 0 is 2", "page_table has 2"]),
     ),
     **{
         name: ([Q, K, V], {name: torch.ones(1)}, NotImplementedError, [name, "[1]", "None"])
