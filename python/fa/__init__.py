@@ -28,8 +28,9 @@ try:
     from fa import reference
     from fa._backend import backend
     from fa._version import __version__
-    from fa.functional import append_kv, attention, attention_kvcache, attention_varlen, combine
+    from fa.functional import attention, attention_varlen, combine
     from fa.kernels import explain, kernels, supports
+    from fa.kvcache import append_kv, attention_kvcache
 except ImportError as _error:
     if _error.name is None or _error.name.partition(".")[0] != "fa":
         raise

@@ -280,12 +280,13 @@ def _agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
 def _sequence_tensors(q: Tensor, batch: int, k: Tensor, options: Options) -> None:
     """int32 vectors of batch (+ 1) entries on q's device."""
     for name in ("cu_seqlens_q", "cu_seqlens_k"):
-        _index(name, options.get(name), batch + 1, q.device)
+        index(name, options.get(name), batch + 1, q.device)
     for name in ("seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx"):
-        _index(name, options.get(name), batch, q.device)
+        index(name, options.get(name), batch, q.device)
 
 
-def _index(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
+def index(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
+    """An optional int32 vector of `count` entries."""
     if t is None:
         return
     if t.dtype != torch.int32:

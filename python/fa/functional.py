@@ -258,58 +258,6 @@ def attention_varlen(
     return attention(q, k, v, **options)
 
 
-def attention_kvcache(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    k_new: Tensor | None = None,
-    v_new: Tensor | None = None,
-    *,
-    cache_seqlens: Tensor | int,
-    page_table: Tensor | None = None,
-    rotary_cos: Tensor | None = None,
-    rotary_sin: Tensor | None = None,
-    **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention of new queries over a cache of keys and values.
-
-    Args:
-        q: [B, Sq, Hq, D].
-        k_cache, v_cache: [Bc, S, Hkv, D] and [Bc, S, Hkv, Dv]; Bc = B, or cache rows are chosen by
-            kv_batch_idx (int32 [B]). With page_table: [num_pages, page_size, Hkv, D] and Dv.
-        cache_seqlens: int32 [B], the filled length of each cache row, left padding included; or
-            one number for all.
-        page_table: int32 [Bc, pages]: key j of a cache row lies in page page_table[row, j //
-            page_size], slot j % page_size. Entries without a visible key are never read.
-        k_new, v_new, rotary_cos, rotary_sin: refused: this version does not append to a cache.
-            Copy new keys into the cache before the call.
-        **options: as `attention`.
-
-    Returns and raises: as `attention`.
-    """
-    for name, value in (
-        ("k_new", k_new),
-        ("v_new", v_new),
-        ("rotary_cos", rotary_cos),
-        ("rotary_sin", rotary_sin),
-    ):
-        if value is not None:
-            raise NotImplementedError(
-                f"{name} was given, and fa.attention_kvcache of this version only reads a cache. "
-                f"Write the new keys and values into the cache with torch and leave {name} "
-                "away."
-            )
-    if isinstance(cache_seqlens, int):
-        batch = q.shape[0]
-        cu_seqlens_q = options.get("cu_seqlens_q")
-        if cu_seqlens_q is not None:
-            batch = cu_seqlens_q.shape[0] - 1
-        cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    if page_table is not None:
-        options["page_table"] = page_table
-    return attention(q, k_cache, v_cache, seqused_k=cache_seqlens, **options)
-
-
 def combine(
     outs: Tensor | list[Tensor] | tuple[Tensor, ...],
     lses: Tensor | list[Tensor] | tuple[Tensor, ...],
@@ -339,19 +287,6 @@ def combine(
     if out_dtype is None:
         return torch.ops.fa.combine(outs, lses)
     return torch.ops.fa.combine(outs, lses, out_dtype=out_dtype)
-
-
-def append_kv(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    *,
-    cache_seqlens: Tensor,
-    **options: Any,
-) -> None:
-    """Writes new keys and values into a cache, in place. Not built yet: NotImplementedError."""
-    torch.ops.fa.append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens=cache_seqlens, **options)
 
 
 # Reached through ops for its side effect: the operators exist once this module is imported.

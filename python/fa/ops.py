@@ -14,7 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _buffers, _cuda, _flops, _raw, _sharding, _shim, _validate, autograd, cpu
+from fa import (
+    _backend,
+    _buffers,
+    _cache_ops,
+    _cuda,
+    _flops,
+    _raw,
+    _sharding,
+    _shim,
+    _validate,
+    autograd,
+    cpu,
+)
 from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 
@@ -300,20 +312,6 @@ def combine(
         return cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
 
 
-def _append_kv(*args: Any, **options: Any) -> None:
-    raise NotImplementedError(
-        "fa::append_kv: no backend of this version writes into a cache. Copy the new keys and "
-        "values with torch, then call fa.attention_kvcache(..., cache_seqlens=...)."
-    )
-
-
-def _apply_rotary(*args: Any, **options: Any) -> Tensor:
-    raise NotImplementedError(
-        "fa::apply_rotary: no backend of this version rotates. Apply the rotary embedding with "
-        "torch before the call."
-    )
-
-
 # ---- registration ------------------------------------------------------------------------------
 
 
@@ -351,8 +349,7 @@ def _register() -> None:
     _raw.bind()
     impl("forward", forward, "CompositeImplicitAutograd")
     impl("combine", combine, "CompositeImplicitAutograd")
-    impl("append_kv", _append_kv, "CompositeExplicitAutograd")
-    impl("apply_rotary", _apply_rotary, "CompositeExplicitAutograd")
+    _cache_ops.register(_library)
     for name, fake in (
         ("_forward_dense", _forward_dense),
         ("_forward", _forward_fake),

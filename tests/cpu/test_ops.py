@@ -422,17 +422,6 @@ def test_constants_have_no_gradient() -> None:
         fa.attention(q, k, v, alibi_slopes=slopes)
 
 
-def test_what_is_not_built_yet_says_so() -> None:
-    q, k, v = tensors()
-    lengths = torch.zeros(2, dtype=INT)
-    with pytest.raises(NotImplementedError, match="append_kv"):
-        fa.append_kv(k, v, k, v, cache_seqlens=lengths)
-    with pytest.raises(NotImplementedError, match="apply_rotary"):
-        OPS.apply_rotary(q, q, q)
-    with pytest.raises(NotImplementedError, match="k_new"):
-        fa.attention_kvcache(q, k, v, k, v, cache_seqlens=lengths)
-
-
 # ---- the other functions ------------------------------------------------------------------------
 
 
