@@ -19,6 +19,7 @@ from torch import Tensor
 
 from fa._layout import accumulation_dtype
 from fa._pages import Pages
+from fa._philox import dropped, keep_probability
 
 TILE_M = 256
 TILE_N = 512
@@ -37,6 +38,14 @@ class Options:
     chunk: int
     slopes: Tensor | None  # [Hq] or [B, Hq]
     sinks: Tensor | None  # [Hq]
+    dropout_p: float = 0.0
+    seed_offset: tuple[int, ...] = ()
+
+    @property
+    def kept_scale(self) -> float:
+        """What a weight that dropout keeps is multiplied by."""
+        keep = keep_probability(self.dropout_p)
+        return 1.0 / keep if keep > 0 else 0.0
 
     @staticmethod
     def of(
@@ -49,6 +58,8 @@ class Options:
         window_right: int,
         attention_chunk: int,
         softcap: float,
+        dropout_p: float = 0.0,
+        philox_seed_offset: Tensor | None = None,
     ) -> Options:
         return Options(
             scale=1.0 / math.sqrt(q.shape[-1]) if softmax_scale is None else softmax_scale,
@@ -58,6 +69,8 @@ class Options:
             chunk=attention_chunk,
             slopes=alibi_slopes,
             sinks=sinks,
+            dropout_p=dropout_p,
+            seed_offset=() if philox_seed_offset is None else tuple(philox_seed_offset.tolist()),
         )
 
 
@@ -137,7 +150,7 @@ class Part:
         self._pages = problem.pages
         self._b, self._q0, self.q_len, self._kb, self._k0, self.k_len = problem.sequences[batch]
         self._size, self.heads = size, heads
-        self.group = problem.heads_q // problem.heads_k
+        self.group, self._all_heads = problem.heads_q // problem.heads_k, problem.heads_q
         self._heads_k = slice(head, head + heads)
         self._heads_q = slice(head * self.group, (head + heads) * self.group)
         self._offset = self.k_len - self.q_len  # row i stands at position i + offset of the keys
@@ -237,6 +250,22 @@ class Part:
             heads.addcmul_(slopes[:, :, None, None], distance, value=-1)
         self.hide(s, begin, end, first, last, -math.inf)
         return s, tanh
+
+    def drop(self, x: Tensor, begin: int, end: int, first: int, last: int) -> Tensor:
+        """Dropout, but for its scale, of x (batch x heads_k, group x tile_m, tile_n), in place."""
+        if self.options.dropout_p > 0:
+            entries = torch.arange(self._b, self._b + self._size, device=self._device)
+            heads = torch.arange(self._heads_q.start, self._heads_q.stop, device=self._device)
+            numbers = (entries[:, None] * self._all_heads + heads).flatten()
+            gone = dropped(
+                self.options.dropout_p,
+                self.options.seed_offset,
+                numbers,
+                (begin, end),
+                (first, last),
+            )
+            x.view(gone.shape).masked_fill_(gone, 0.0)
+        return x
 
     # ---- slices of the call's tensors ----
 

@@ -43,16 +43,12 @@ _NOT_BUILT: dict[str, Any] = {
     "v_descale": None,
     "descale_block_q": 0,
     "descale_block_k": 0,
-    "dropout_p": 0.0,
-    "philox_seed_offset": None,
 }
 
 
 def refuse_unbuilt(options: Options, kernels: bool) -> None:
     """Options that are in the schema and that a backend cannot do: refused by name."""
-    dropout_p = options.get("dropout_p", 0.0)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
+    dropout_probability(options)
     for name, off in (_NO_ROW if kernels else _NOT_BUILT).items():
         value = options.get(name, off)
         if value is not None and (isinstance(value, Tensor) or value != off):
@@ -65,6 +61,12 @@ def refuse_unbuilt(options: Options, kernels: bool) -> None:
                 f"{name}: {shown} was given, and no {who} of this version implements {name}. "
                 f"Leave it out, pass {off}{cure}"
             )
+
+
+def dropout_probability(options: Options) -> None:
+    dropout_p = options.get("dropout_p", 0.0)
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
 
 
 def describe(t: Tensor) -> str:
@@ -90,6 +92,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool)
     batch = _shapes(q, k, v, options, kernels)
     _sequence_tensors(q, batch, k, options)
     _head_tensors(q, batch, options)
+    _dropout(q, options)
     out_dtype = options.get("out_dtype")
     if out_dtype is not None and out_dtype not in (q.dtype, lse_dtype(q.dtype)):
         raise ValueError(
@@ -274,6 +277,27 @@ def _agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
         raise ValueError(
             f"{name}: {t.shape[dim]} {what} (shape {list(t.shape)}), and {other} has "
             f"{like.shape[dim]} (shape {list(like.shape)}). They must be equal."
+        )
+
+
+def _dropout(q: Tensor, options: Options) -> None:
+    """dropout_p itself was checked with the options that a backend lacks."""
+    dropout_p, t = options.get("dropout_p", 0.0), options.get("philox_seed_offset")
+    if t is None:
+        if dropout_p > 0:
+            raise ValueError(
+                f"philox_seed_offset: None, and dropout_p is {dropout_p}. Pass int64 [2] on q's "
+                "device, a seed and an offset; fa::forward and fa.attention draw them."
+            )
+        return
+    if t.dtype != torch.int64 or tuple(t.shape) != (2,):
+        raise ValueError(
+            f"philox_seed_offset: {describe(t)} must be int64 of shape [2], a seed and an offset."
+        )
+    if t.device != q.device:
+        raise ValueError(
+            f"philox_seed_offset: is on {t.device} and q on {q.device}. Move it with "
+            f'.to("{q.device}").'
         )
 
 

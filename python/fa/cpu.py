@@ -42,6 +42,8 @@ def forward(
     window_right: int = -1,
     attention_chunk: int = 0,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    philox_seed_offset: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): the meaning of `fa::forward`, computed where the tensors are.
@@ -73,6 +75,8 @@ def forward(
             window_right,
             attention_chunk,
             softcap,
+            dropout_p,
+            philox_seed_offset,
         ),
     )
     with torch.no_grad():
@@ -110,9 +114,11 @@ def _forward_tile(
         p = s.sub_(shift).exp_()
         rescale = torch.exp(row_max - shift)
         row_sum = row_sum.mul_(rescale).add_(p.sum(dim=2, keepdim=True))
-        o = o.mul_(rescale).baddbmm_(p, v_t)
+        o = o.mul_(rescale).baddbmm_(part.drop(p, begin, end, first, last), v_t)
         row_max = new_max
     empty = row_sum == 0  # every visible score is -inf
+    if part.options.dropout_p > 0:  # the sum of a row, and its LSE, are without dropout
+        o.mul_(part.options.kept_scale)
     o.div_(row_sum.masked_fill(empty, 1.0)).masked_fill_(empty, 0.0)
     row_lse = (row_max + row_sum.log()).masked_fill_(empty, -math.inf)
     unfold_heads(o, part.rows(out, begin, end), part.group)
@@ -142,6 +148,8 @@ def backward(
     window_right: int = -1,
     attention_chunk: int = 0,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    philox_seed_offset: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     dlse: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
@@ -175,6 +183,8 @@ def backward(
             window_right,
             attention_chunk,
             softcap,
+            dropout_p,
+            philox_seed_offset,
         ),
     )
     with torch.no_grad():
@@ -231,8 +241,14 @@ def _backward_tile(
         v_t = fold_heads(part.keys(v, first, last), 1, part.acc)
         s, tanh = part.scores(q_t, k_t, begin, end, first, last)
         p = s.sub_(row_lse).exp_()
-        dv_sum[:, first:last].baddbmm_(p.transpose(1, 2), do_t)
-        ds = torch.bmm(do_t, v_t.transpose(1, 2)).add_(row_grad).mul_(p)
+        dp = torch.bmm(do_t, v_t.transpose(1, 2))
+        kept = p
+        if part.options.dropout_p > 0:
+            at, kept_scale = (begin, end, first, last), part.options.kept_scale
+            kept = part.drop(p.clone(), *at).mul_(kept_scale)
+            dp = part.drop(dp, *at).mul_(kept_scale)
+        dv_sum[:, first:last].baddbmm_(kept.transpose(1, 2), do_t)
+        ds = dp.add_(row_grad).mul_(p)
         if tanh is not None:
             ds.addcmul_(ds, tanh.square_(), value=-1)  # d(c tanh(s/c))/ds = 1 - tanh^2
         # Selected, not multiplied: a hidden dP may be anything, NaN included.

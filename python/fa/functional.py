@@ -47,7 +47,7 @@ def _direct(q: Any, k: Any, v: Any) -> bool:
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What the composite does, for tensors that `_direct` lets through."""
-    if _autocast_enabled():
+    if _autocast_enabled() or "dropout_p" in options:
         return ops.forward(q, k, v, **options)
     if _grad_enabled():
         if q.requires_grad or k.requires_grad or v.requires_grad:
@@ -193,7 +193,9 @@ def attention(
         deterministic: of the backward; None: torch.are_deterministic_algorithms_enabled().
         return_lse: also return LSE, float32 [B, Hq, Sq] (float64 for float64 inputs).
         **options: any other option of `torch.ops.fa.forward`: attention_chunk, seqused_q,
-            seqused_k, leftpad_k, kv_batch_idx, num_splits, batch_invariant, out_dtype, ...
+            seqused_k, leftpad_k, kv_batch_idx, page_table, dropout_p (in [0, 1); the seed is drawn
+            from torch's generator unless philox_seed_offset, int64 [2], is given), num_splits,
+            batch_invariant, out_dtype, ...
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype, dense in q's dimension order; or (out, lse).

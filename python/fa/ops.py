@@ -245,11 +245,16 @@ def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
-    """`fa::forward`: casts under autocast, pads odd head dims on a GPU, records for autograd."""
+    """`fa::forward`: casts under autocast, draws a seed, pads odd head dims on a GPU, records."""
     _validate.tensor_types(q=q, k=k, v=v)
     if type(q) is not Tensor:
         _sharding.notice(q)
     autograd.refuse_forward_mode(q, k, v, *options.values())
+    if options.get("dropout_p", 0.0) > 0 and options.get("philox_seed_offset") is None:
+        _validate.dropout_probability(options)
+        options["philox_seed_offset"] = torch.randint(
+            -(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device
+        )
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fa._philox import dropped, keep_probability
+
 
 def attention(
     q: Tensor,
@@ -35,6 +37,8 @@ def attention(
     window_right: int = -1,
     attention_chunk: int = 0,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
+    philox_seed_offset: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse), both in `dtype`.
@@ -89,6 +93,7 @@ def attention(
             alibi_slopes[b].to(dtype) if alibi_slopes is not None else None,
             sinks.to(dtype) if sinks is not None else None,
             band,
+            _kept(dropout_p, philox_seed_offset, b, heads_q, q_len, last - first, dtype),
         )
         # Rows that belong to no sequence: 0 and -inf.
         outs.append(pad(out_b, (0, 0, 0, 0, 0, len(q_b) - q_len)))
@@ -138,6 +143,25 @@ def _pages(x: Tensor, entries: Tensor, first: int, seen: Tensor) -> Tensor:
     return x.new_zeros(len(seen), *x.shape[2:]).index_copy(0, seen.nonzero().flatten(), rows)
 
 
+def _kept(
+    dropout_p: float,
+    seed_offset: Tensor | None,
+    b: int,
+    heads: int,
+    q_len: int,
+    k_len: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """[Hq, q_len, k_len]: 0 where a weight is dropped, else the scale of those that are kept."""
+    if dropout_p == 0:
+        return None
+    if seed_offset is None:
+        raise ValueError(f"dropout_p={dropout_p} needs philox_seed_offset, int64 [2].")
+    numbers = torch.arange(b * heads, (b + 1) * heads, device=seed_offset.device)
+    gone = dropped(dropout_p, seed_offset.tolist(), numbers, (0, q_len), (0, k_len))
+    return (~gone).to(dtype) / max(keep_probability(dropout_p), 1 / 256)
+
+
 def _one_sequence(
     q: Tensor,  # [q_len, Hq, D]
     k: Tensor,  # [k_len, Hkv, D]
@@ -147,6 +171,7 @@ def _one_sequence(
     slopes: Tensor | None,  # [Hq]
     sinks: Tensor | None,  # [Hq]
     band: tuple[int, int, int],
+    kept: Tensor | None,  # [Hq, q_len, k_len]
 ) -> tuple[Tensor, Tensor]:
     """out [q_len, Hq, Dv] and lse [Hq, q_len] of one sequence."""
     (q_len, heads_q, _), (k_len, heads_k, _) = q.shape, k.shape
@@ -179,5 +204,7 @@ def _one_sequence(
         return (s @ v.transpose(0, 1)).transpose(0, 1), sink_logit  # sums of nothing: zeros
     lse = torch.where(row_sees, torch.logsumexp(s, dim=2), sink_logit)
     p = torch.softmax(s, dim=2)[:, :, :k_len]
+    if kept is not None:
+        p = p * kept
     out = (p @ v.transpose(0, 1)).transpose(0, 1)  # [q_len, Hq, Dv]
     return torch.where(row_sees[:, None, None], out, 0.0), lse

@@ -118,10 +118,19 @@ BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
         *(ValueError, ["alibi_slopes", "[3, 4]", "[4] or [2, 4]"]),
     ),
     "dropout": ([Q, K, V], {"dropout_p": 1.0}, ValueError, ["dropout_p", "1.0", "[0, 1)"]),
-    "dropout now": ([Q, K, V], {"dropout_p": 0.5}, NotImplementedError, ["dropout_p", "0.5", "0"]),
-    "seed": (
-        *([Q, K, V], {"philox_seed_offset": torch.zeros(2, dtype=torch.int64)}),
-        *(NotImplementedError, ["philox_seed_offset", "[2]", "None"]),
+    "drops": ([Q, K, V], {"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1", "[0, 1)"]),
+    "seed dtype": (
+        *([Q, K, V], {"dropout_p": 0.1, "philox_seed_offset": cu(1, 2)}),
+        *(ValueError, ["philox_seed_offset", "torch.int32", "int64", "[2]"]),
+    ),
+    "seed shape": (
+        *([Q, K, V], {"philox_seed_offset": torch.zeros(3, dtype=torch.int64)}),
+        *(ValueError, ["philox_seed_offset", "[3]", "[2]"]),
+    ),
+    "seed device": (
+        [Q, K, V],
+        {"philox_seed_offset": torch.zeros(2, dtype=torch.int64, device="meta")},
+        *(ValueError, ["philox_seed_offset", "meta", "cpu", "Move"]),
     ),
     "pages without lengths": (
         *([Q, K, V], {"page_table": torch.zeros(2, 1, dtype=INT)}),
@@ -253,7 +262,7 @@ def test_bad_backward_calls() -> None:
     buffers = {n: torch.full_like(good[n[1:]], 7.0) for n in ("dq", "dk", "dv")}
     with pytest.raises(ValueError, match=r"dk: shape \[2, 20, 2, 32\] must be \[2, 20, 2, 64\]"):
         OPS.backward_out(**good, **{**buffers, "dk": torch.zeros_like(V)})
-    with pytest.raises(NotImplementedError, match="dropout_p"):
+    with pytest.raises(ValueError, match="philox_seed_offset: None, and dropout_p is 0.1"):
         OPS.backward_out(**good, **buffers, dropout_p=0.1)
     assert all((b == 7).all() for b in buffers.values())
 
