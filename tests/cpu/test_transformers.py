@@ -375,7 +375,6 @@ def test_views_reach_fa_without_copies_and_sinks_count(calls):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"dropout": 0.1}, "dropout: 0.1"),
         ({"output_attentions": True}, "output_attentions"),
         ({"position_bias": torch.zeros(1, 4, 5, 5)}, "position_bias"),
         ({"attention_mask": torch.zeros(1, 1, 5, 5)}, "attention_mask: 4 dimensions"),
@@ -389,13 +388,25 @@ def test_what_is_not_available_raises_by_name(options, words):
         )
 
 
-def test_attention_weights_and_dropout_raise_through_the_model():
-    model = tiny(attention_dropout=0.5)
+def test_attention_weights_raise_through_the_model():
+    model = tiny()
     model.set_attn_implementation(NAME)
-    with pytest.raises(NotImplementedError, match=r"dropout: 0\.5"):
-        model.train()(tokens(1, 5))
     with pytest.raises(NotImplementedError, match="output_attentions"):
         model.eval()(tokens(1, 5), output_attentions=True)
+
+
+def test_dropout_follows_the_generator_and_stops_in_evaluation():
+    model = tiny(attention_dropout=0.5)
+    model.set_attn_implementation(NAME)
+    ids = tokens(1, 9)
+    torch.manual_seed(1)
+    first, second = (model.train()(ids, labels=ids).loss for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(model(ids, labels=ids).loss, first) and not torch.equal(first, second)
+    first.backward()
+    assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+    model.eval()
+    assert torch.equal(model(ids).logits, model(ids).logits)
 
 
 def test_a_mask_pattern_that_fa_does_not_know_raises():

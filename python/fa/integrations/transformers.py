@@ -233,21 +233,24 @@ def attention_forward(
     Args:
         query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]: any strides, no copy.
         attention_mask: what the function `attention_mask` returned.
+        dropout: of the attention weights, in [0, 1); on a GPU where a kernel row has it.
         sliding_window: w: key j is visible to position p iff p - w < j (and j < p + w where the
             model is not causal).
         s_aux: [Hq], one sink logit for each head.
 
     Returns (out [B, Sq, Hq, Dv], None). Rows that are padding are 0 in a causal model.
 
-    Raises NotImplementedError, naming it, for what fa cannot do here: dropout, a mask with more
-    than two dimensions, attention weights as a result, biases, head masks, paged caches.
+    Raises NotImplementedError, naming it, for what fa cannot do here: a mask with more than
+    two dimensions, attention weights as a result, biases, head masks, paged caches.
     """
-    _refuse(dropout, attention_mask, kwargs)
+    _refuse(attention_mask, kwargs)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, S, H, D]
     if is_causal is None:
         config = getattr(module, "config", None)
         is_causal = getattr(module, "is_causal", True) and getattr(config, "is_causal", True)
     options: dict[str, Any] = {"causal": bool(is_causal), "softmax_scale": scaling}
+    if dropout:
+        options["dropout_p"] = dropout
     if softcap is not None:
         options["softcap"] = softcap
     if s_aux is not None:
@@ -266,13 +269,8 @@ def attention_forward(
     return _padded(q, k, v, attention_mask, options), None
 
 
-def _refuse(dropout: float, mask: Tensor | None, kwargs: dict[str, Any]) -> None:
+def _refuse(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
     """Raises for everything that would otherwise be ignored."""
-    if dropout:
-        raise NotImplementedError(
-            f"dropout: {dropout} in attention is not available. Set attention_dropout=0.0 in the "
-            "model's config, or call model.eval()."
-        )
     if kwargs.get("output_attentions"):
         raise NotImplementedError(
             "output_attentions: fa never holds the attention weights. Load the model with "
