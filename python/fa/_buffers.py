@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from fa import _validate
-from fa._layout import lse_dtype
-from fa._validate import Options
+from fa._checks import tensor_types
+from fa._layout import lse_dtype, out_dtypes
+from fa._validate_options import Options
+from fa.autograd import refuse_fp8
 
 
 def outputs(
@@ -23,9 +25,9 @@ def outputs(
     kernels: bool,
 ) -> None:
     """The buffers of forward_out."""
-    _validate.tensor_types(out=out, lse=lse)
+    tensor_types(out=out, lse=lse)
     acc = lse_dtype(q.dtype)
-    _buffer("out", out, (*q.shape[:-1], v.shape[-1]), (q.dtype, acc), q)
+    _buffer("out", out, (*q.shape[:-1], v.shape[-1]), out_dtypes(q.dtype), q)
     wanted = options.get("out_dtype")
     if wanted is not None and wanted != out.dtype:
         raise ValueError(
@@ -70,8 +72,9 @@ def backward(
     kernels: bool,
 ) -> None:
     """The forward's checks, and those of what the backward adds."""
-    _validate.tensor_types(dout=dout, out=out, lse=lse)
+    tensor_types(dout=dout, out=out, lse=lse)
     _validate.forward(q, k, v, options, kernels=kernels)
+    refuse_fp8(q=q, k=k, v=v)
     acc = lse_dtype(q.dtype)
     out_shape = (*q.shape[:-1], v.shape[-1])
     _buffer("dout", dout, out_shape, (q.dtype, acc), q)
@@ -105,7 +108,7 @@ def gradient_buffers(
 
 def combine(out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None) -> None:
     """Partial results: [n, B, Sq, Hq, D] with [n, B, Hq, Sq], or packed [n, total, Hq, D]."""
-    _validate.tensor_types(out_partial=out_partial, lse_partial=lse_partial)
+    tensor_types(out_partial=out_partial, lse_partial=lse_partial)
     dims = out_partial.dim()
     if dims not in (4, 5):
         raise ValueError(

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fa._descale import Descales, factors
 from fa._layout import accumulation_dtype
 from fa._pages import Pages
 from fa._philox import dropped, keep_probability
@@ -91,8 +92,9 @@ class Problem:
         kv_batch_idx: Tensor | None,
         options: Options,
         page_table: Tensor | None = None,
+        descales: Descales | None = None,
     ) -> None:
-        self.options = options
+        self.options, self.descales = options, descales
         self.pages = None if page_table is None else Pages(page_table, k)
         self.acc, self.device = accumulation_dtype(q.dtype), q.device
         self.packed_q, self.packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
@@ -104,7 +106,7 @@ class Problem:
         q_begin, q_len = _extents(cu_seqlens_q, seqused_q, batch, q.shape[-3])
         room_k = k.shape[-3] if self.pages is None else self.pages.capacity
         k_begin, k_used = _extents(cu_seqlens_k, seqused_k, batch, room_k)
-        pads = leftpad_k.tolist() if leftpad_k is not None else [0] * batch
+        self.pads = pads = leftpad_k.tolist() if leftpad_k is not None else [0] * batch
         kv_rows = kv_batch_idx.tolist() if kv_batch_idx is not None else list(range(batch))
         # [q row, q_begin, q_len, k row, k_begin, k_len] of every sequence
         self.sequences = [
@@ -147,7 +149,8 @@ class Part:
     def __init__(self, problem: Problem, batch: int, size: int, head: int, heads: int) -> None:
         self.options, self.acc, self._device = problem.options, problem.acc, problem.device
         self._packed_q, self._packed_k = problem.packed_q, problem.packed_k
-        self._pages = problem.pages
+        self._pages, self._descales = problem.pages, problem.descales
+        self._pad = problem.pads[batch]
         self._b, self._q0, self.q_len, self._kb, self._k0, self.k_len = problem.sequences[batch]
         self._size, self.heads = size, heads
         self.group, self._all_heads = problem.heads_q // problem.heads_k, problem.heads_q
@@ -266,6 +269,40 @@ class Part:
             )
             x.view(gone.shape).masked_fill_(gone, 0.0)
         return x
+
+    # ---- tiles in the accumulation dtype, with their descales ----
+
+    def q_tile(self, q: Tensor, begin: int, end: int) -> Tensor:
+        """(batch x heads_k, group x tile_m, dim_qk), times scale and q_descale."""
+        tile = fold_heads(self.rows(q, begin, end), self.group, self.acc) * self.options.scale
+        d = self._descales
+        if d is None or d.q is None:
+            return tile
+        if d.block_q == 0:
+            return tile * self._entries(d.q, self._heads_k).reshape(-1, 1, 1)
+        rows = factors(self._entries(d.q, self._heads_q), d.block_q, begin, end)
+        return tile * rows.reshape(self._size * self.heads, -1, 1)
+
+    def k_tile(self, k: Tensor, first: int, last: int) -> Tensor:
+        """(batch x heads_k, tile_n, dim_qk), times k_descale."""
+        d = self._descales
+        return self._key_tile(k, d.k if d is not None else None, first, last)
+
+    def v_tile(self, v: Tensor, first: int, last: int) -> Tensor:
+        """(batch x heads_k, tile_n, dim_v), times v_descale."""
+        d = self._descales
+        return self._key_tile(v, d.v if d is not None else None, first, last)
+
+    def _key_tile(self, t: Tensor, descale: Tensor | None, first: int, last: int) -> Tensor:
+        tile = fold_heads(self.keys(t, first, last), 1, self.acc)
+        if descale is None or self._descales is None:
+            return tile
+        entries = self._entries(descale, self._heads_k)
+        keys = factors(entries, self._descales.block_k, self._pad + first, self._pad + last)
+        return tile * keys.reshape(self._size * self.heads, -1, 1)
+
+    def _entries(self, descale: Tensor, heads: slice) -> Tensor:
+        return descale[self._b : self._b + self._size, heads].to(self.acc)
 
     # ---- slices of the call's tensors ----
 

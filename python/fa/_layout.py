@@ -17,6 +17,13 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 lse_dtype = accumulation_dtype
 
 
+def out_dtypes(dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """In which dtypes `out` can be stored for a q of `dtype`; the first is the default."""
+    if dtype == torch.float8_e4m3fn:
+        return torch.bfloat16, torch.float16, torch.float32
+    return dtype, accumulation_dtype(dtype)
+
+
 def dimension_order(sizes: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Dimensions of a tensor from the outermost to the innermost in memory.
 

@@ -10,15 +10,21 @@ libfa.so checks again what only it can know (strides, alignment, rows of the tab
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fa._layout import lse_dtype
-
-Options = Mapping[str, Any]
+from fa._checks import agree, describe, index, tensor_types
+from fa._layout import out_dtypes
+from fa._validate_options import (
+    FP8,
+    Options,
+    descales,
+    dropout,
+    dropout_probability,
+    page_table,
+)
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 KERNEL_FLOATS = (torch.float16, torch.bfloat16)
@@ -36,68 +42,39 @@ _NO_ROW: dict[str, Any] = {
     "dropout_p": 0.0,
     "philox_seed_offset": None,
 }
-# The same, in every backend.
-_NOT_BUILT: dict[str, Any] = {
-    "q_descale": None,
-    "k_descale": None,
-    "v_descale": None,
-    "descale_block_q": 0,
-    "descale_block_k": 0,
-}
 
 
-def refuse_unbuilt(options: Options, kernels: bool) -> None:
-    """Options that are in the schema and that a backend cannot do: refused by name."""
-    dropout_probability(options)
-    for name, off in (_NO_ROW if kernels else _NOT_BUILT).items():
+def refuse_without_row(options: Options) -> None:
+    """Options that are in the schema and that no kernel row does: refused by name."""
+    for name, off in _NO_ROW.items():
         value = options.get(name, off)
         if value is not None and (isinstance(value, Tensor) or value != off):
             shown = describe(value) if isinstance(value, Tensor) else value
-            who, cure = "backend", "."
-            if name not in _NOT_BUILT:
-                who = "kernel row"
-                cure = ', or run the torch implementation with fa.backend("cpu").'
             raise NotImplementedError(
-                f"{name}: {shown} was given, and no {who} of this version implements {name}. "
-                f"Leave it out, pass {off}{cure}"
+                f"{name}: {shown} was given, and no kernel row of this version implements {name}. "
+                f'Leave it out, pass {off}, or run the torch implementation with fa.backend("cpu").'
             )
-
-
-def dropout_probability(options: Options) -> None:
-    dropout_p = options.get("dropout_p", 0.0)
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
-
-
-def describe(t: Tensor) -> str:
-    """A tensor in a message: shape, dtype, device."""
-    return f"{list(t.shape)} {t.dtype} on {t.device}"
-
-
-def tensor_types(**tensors: object) -> None:
-    """TypeError unless every argument is a tensor."""
-    for name, value in tensors.items():
-        if not isinstance(value, Tensor):
-            shown = "None" if value is None else type(value).__name__
-            raise TypeError(f"{name} must be a torch.Tensor, not {shown}.")
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool) -> None:
     """Everything that can be checked without reading device data. `kernels`: for libfa's rows."""
     tensor_types(q=q, k=k, v=v)  # torch lets None pass as a tensor
-    refuse_unbuilt(options, kernels)
+    dropout_probability(options)
+    if kernels:
+        refuse_without_row(options)
     _numbers(options)
     allowed = KERNEL_FLOATS if kernels else FLOATS
     _dtypes(q, k, v, allowed, kernels)
     batch = _shapes(q, k, v, options, kernels)
     _sequence_tensors(q, batch, k, options)
     _head_tensors(q, batch, options)
-    _dropout(q, options)
+    dropout(q, options)
+    descales(q, k, v, batch, options)
     out_dtype = options.get("out_dtype")
-    if out_dtype is not None and out_dtype not in (q.dtype, lse_dtype(q.dtype)):
+    if out_dtype is not None and out_dtype not in out_dtypes(q.dtype):
+        names = ", ".join(str(d) for d in dict.fromkeys(out_dtypes(q.dtype)))
         raise ValueError(
-            f"out_dtype: {out_dtype} cannot be stored for {q.dtype} inputs. "
-            f"Allowed are {q.dtype} and {lse_dtype(q.dtype)}."
+            f"out_dtype: {out_dtype} cannot be stored for {q.dtype} inputs. Allowed are {names}."
         )
 
 
@@ -139,12 +116,17 @@ def _numbers(options: Options) -> None:
 def _dtypes(
     q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...], kernels: bool
 ) -> None:
+    if kernels:
+        for name, t in (("q", q), ("k", k), ("v", v)):
+            if t.dtype.itemsize == 1 and t.dtype.is_floating_point:
+                names = ", ".join(str(d) for d in allowed)
+                raise NotImplementedError(
+                    f"{name}: no kernel row of this version takes {t.dtype}. Rows take {names}."
+                )
+    else:
+        allowed = (*allowed, FP8)
     names = ", ".join(str(d) for d in allowed)
     if q.dtype not in allowed:
-        if kernels and q.dtype.itemsize == 1 and q.dtype.is_floating_point:
-            raise NotImplementedError(
-                f"q: no kernel row of this version takes {q.dtype}. Rows take {names}."
-            )
         cure = (
             "Convert q, k and v (for example with .to(torch.bfloat16)), or run the torch "
             'implementation with fa.backend("cpu").'
@@ -152,10 +134,14 @@ def _dtypes(
             else "Convert q, k and v, for example with .to(torch.float32)."
         )
         raise ValueError(f"q: dtype {q.dtype} is not one of {names}. {cure}")
+    # 16-bit queries may read a cache that is stored in e4m3, keys and values alike.
+    stored = FP8 if k.dtype == FP8 and q.dtype in KERNEL_FLOATS else q.dtype
     for name, t in (("k", k), ("v", v)):
-        if t.dtype != q.dtype:
+        if t.dtype != stored:
             raise ValueError(
-                f"{name}: dtype {t.dtype} differs from q's {q.dtype}. Pass q, k and v in one dtype."
+                f"{name}: dtype {t.dtype} differs from {stored}, which q's {q.dtype} and k's "
+                f"{k.dtype} call for. Pass q, k and v in one dtype, or a 16-bit q with k and v in "
+                f"{FP8}."
             )
         if t.device != q.device:
             raise ValueError(
@@ -184,9 +170,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
                 f"{name}: shape {list(cu.shape)} is not [batch + 1]. Pass the running sum of the "
                 "lengths with a leading 0."
             )
-    _agree("v", v, k, -3, "rows")
-    _agree("v", v, k, -2, "heads")
-    _agree("k", k, q, -1, "head dim")
+    agree("v", v, k, -3, "rows")
+    agree("v", v, k, -2, "heads")
+    agree("k", k, q, -1, "head dim")
     for name, t in (("q", q), ("v", v)):
         if t.shape[-1] == 0:
             raise ValueError(f"{name}: head dim 0. Pass at least one element per head.")
@@ -210,7 +196,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     kv_index, table = options.get("kv_batch_idx"), options.get("page_table")
     if table is not None:
-        _page_table(table, batch, q, k, v, options)
+        page_table(table, batch, q, k, v, options)
     elif cu_k is not None:
         if kv_index is not None:
             raise ValueError(
@@ -228,77 +214,8 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
                 f"k: batch size {k.shape[0]} differs from q's {batch}. Expand k and v, or choose "
                 "cache rows with kv_batch_idx."
             )
-        _agree("v", v, k, 0, "batch entries")
+        agree("v", v, k, 0, "batch entries")
     return batch
-
-
-def _page_table(
-    table: Tensor, batch: int, q: Tensor, k: Tensor, v: Tensor, options: Options
-) -> None:
-    """int32 [rows, pages]; k and v are then [num_pages, page_size, heads, dim]."""
-    if options.get("cu_seqlens_k") is not None:
-        raise ValueError(
-            f"page_table: {describe(table)} was given, and k is packed (cu_seqlens_k). k is either "
-            "paged or packed: leave one of them out."
-        )
-    if options.get("seqused_k") is None:
-        raise ValueError(
-            "page_table: given without seqused_k, so the lengths of the sequences in the cache are "
-            "unknown. Pass seqused_k, int32 [batch]."
-        )
-    page_rows("page_table", table, batch, q.device, options.get("kv_batch_idx"))
-    _agree("v", v, k, 0, "pages")
-    if k.shape[1] == 0:
-        raise ValueError(f"k: shape {list(k.shape)} has pages of 0 keys. Pass at least one slot.")
-
-
-def page_rows(
-    name: str, table: Tensor, batch: int, device: torch.device, kv_index: Tensor | None
-) -> None:
-    """A page table by itself: dtype, device, shape, stride."""
-    if table.dtype != torch.int32:
-        raise ValueError(f"{name}: dtype {table.dtype} is not torch.int32. Pass {name}.int().")
-    if table.device != device:
-        raise ValueError(
-            f'{name}: is on {table.device} and q on {device}. Move it with {name}.to("{device}").'
-        )
-    if table.dim() != 2 or (kv_index is None and table.shape[0] != batch):
-        raise ValueError(
-            f"{name}: shape {list(table.shape)} must be [batch, pages] = [{batch}, pages]; with "
-            "kv_batch_idx, which chooses its rows, any number of rows."
-        )
-    if table.shape[1] > 1 and table.stride(1) != 1:
-        raise ValueError(f"{name}: stride {table.stride(1)} must be 1. Pass {name}.contiguous().")
-
-
-def _agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
-    if t.shape[dim] != like.shape[dim]:
-        other = "k" if name == "v" else "q"
-        raise ValueError(
-            f"{name}: {t.shape[dim]} {what} (shape {list(t.shape)}), and {other} has "
-            f"{like.shape[dim]} (shape {list(like.shape)}). They must be equal."
-        )
-
-
-def _dropout(q: Tensor, options: Options) -> None:
-    """dropout_p itself was checked with the options that a backend lacks."""
-    dropout_p, t = options.get("dropout_p", 0.0), options.get("philox_seed_offset")
-    if t is None:
-        if dropout_p > 0:
-            raise ValueError(
-                f"philox_seed_offset: None, and dropout_p is {dropout_p}. Pass int64 [2] on q's "
-                "device, a seed and an offset; fa::forward and fa.attention draw them."
-            )
-        return
-    if t.dtype != torch.int64 or tuple(t.shape) != (2,):
-        raise ValueError(
-            f"philox_seed_offset: {describe(t)} must be int64 of shape [2], a seed and an offset."
-        )
-    if t.device != q.device:
-        raise ValueError(
-            f"philox_seed_offset: is on {t.device} and q on {q.device}. Move it with "
-            f'.to("{q.device}").'
-        )
 
 
 def _sequence_tensors(q: Tensor, batch: int, k: Tensor, options: Options) -> None:
@@ -309,27 +226,11 @@ def _sequence_tensors(q: Tensor, batch: int, k: Tensor, options: Options) -> Non
         index(name, options.get(name), batch, q.device)
 
 
-def index(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
-    """An optional int32 vector of `count` entries."""
-    if t is None:
-        return
-    if t.dtype != torch.int32:
-        raise ValueError(f"{name}: dtype {t.dtype} is not torch.int32. Pass {name}.int().")
-    if t.device != device:
-        raise ValueError(
-            f'{name}: is on {t.device} and q on {device}. Move it with {name}.to("{device}").'
-        )
-    if tuple(t.shape) != (count,):
-        raise ValueError(f"{name}: shape {list(t.shape)} must be [{count}] for this batch.")
-    if t.shape[0] > 1 and t.stride(0) != 1:
-        raise ValueError(f"{name}: stride {t.stride(0)} must be 1. Pass {name}.contiguous().")
-
-
 def _head_tensors(q: Tensor, batch: int, options: Options) -> None:
     heads = q.shape[-2]
     for name, shapes, dtypes in (
         ("alibi_slopes", ((heads,), (batch, heads)), (torch.float32,)),
-        ("sinks", ((heads,),), (torch.float32, q.dtype)),
+        ("sinks", ((heads,),), (torch.float32, out_dtypes(q.dtype)[0])),
     ):
         t = options.get(name)
         if t is None:
@@ -372,6 +273,18 @@ def contents(q: Tensor, k: Tensor, options: Options) -> None:
                     f"{name}: entry {b} is {used}, and sequence {b} of {side} has room for "
                     f"{limit} rows. Pass values in [0, {limit}]."
                 )
+    for name, room, block_name in (
+        ("q_descale", q_room, "descale_block_q"),
+        ("k_descale", k_room, "descale_block_k"),
+        ("v_descale", k_room, "descale_block_k"),
+    ):
+        t, block = options.get(name), options.get(block_name, 0)
+        longest = max(room, default=0) if isinstance(room, list) else room
+        if t is not None and block and t.shape[2] * block < longest:
+            raise ValueError(
+                f"{name}: {t.shape[2]} blocks of {block} rows, and the longest sequence has "
+                f"{longest} rows. Pass {-(-longest // block)} blocks."
+            )
     index = options.get("kv_batch_idx")
     if index is not None:
         for b, row in enumerate(index.tolist()):

@@ -12,9 +12,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa._validate import FLOATS, Options, describe, index, page_rows, tensor_types
+from fa._checks import describe, index, page_rows, tensor_types
+from fa._validate import FLOATS
+from fa._validate_options import FP8, Options
 
-CACHE_FLOATS = (*FLOATS, torch.float8_e4m3fn)
+CACHE_FLOATS = (*FLOATS, FP8)
 
 
 def append(

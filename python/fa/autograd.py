@@ -45,6 +45,16 @@ def refuse_constants(options: dict[str, Any]) -> None:
             )
 
 
+def refuse_fp8(**tensors: Tensor) -> None:
+    """NotImplementedError if a tensor is stored in fp8: then no input has a gradient."""
+    for name, t in tensors.items():
+        if t.dtype.itemsize == 1:
+            raise NotImplementedError(
+                f"{name}: {t.dtype} has no backward, and an input requires a gradient. Convert q, "
+                "k and v to torch.bfloat16 for training, or call this under torch.no_grad()."
+            )
+
+
 def refuse_forward_mode(*values: object) -> None:
     """NotImplementedError if a tensor among the values carries a tangent (torch.func.jvp).
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from fa._cpu_tiles import Options, Part, Problem, fold_heads, unfold_heads
-from fa._layout import accumulation_dtype, empty_like_order
+from fa._descale import Descales
+from fa._layout import accumulation_dtype, empty_like_order, out_dtypes
 
 __all__ = ["backward", "combine", "combine_backward", "empty_like_order", "forward"]
 
@@ -34,6 +35,11 @@ def forward(
     leftpad_k: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
     page_table: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    descale_block_q: int = 0,
+    descale_block_k: int = 0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -50,10 +56,18 @@ def forward(
 
     q [B, Sq, Hq, D] or [total_q, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], or packed, or pages
     [num_pages, page_size, Hkv, D] with page_table [rows, pages], of which sequence b reads row b or
-    kv_batch_idx[b]; out as q with Dv, in `out_dtype` (default q's), dense in q's dimension order;
-    lse [B, Hq, Sq] or [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs). Rows that see no key:
-    out 0, lse -inf (with sinks: the sink); rows of no sequence: out 0, lse -inf.
+    kv_batch_idx[b]; out as q with Dv, in `out_dtype` (default q's, of e4m3 bf16), dense in q's
+    dimension order; lse [B, Hq, Sq] or [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs).
+    Rows that see no key: out 0, lse -inf (with sinks: the sink); rows of no sequence: 0 and -inf.
     """
+    descales = None
+    if any(t is not None for t in (q_descale, k_descale, v_descale)):
+        batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+        descales = Descales.of(
+            *(batch, q.shape[-2], k.shape[-2]),
+            (q_descale, k_descale, v_descale),
+            *(descale_block_q, descale_block_k),
+        )
     problem = Problem(
         q,
         k,
@@ -65,6 +79,7 @@ def forward(
         leftpad_k=leftpad_k,
         kv_batch_idx=kv_batch_idx,
         page_table=page_table,
+        descales=descales,
         options=Options.of(
             q,
             alibi_slopes,
@@ -80,7 +95,9 @@ def forward(
         ),
     )
     with torch.no_grad():
-        out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), out_dtype or q.dtype).zero_()
+        out = empty_like_order(
+            q, (*q.shape[:-1], v.shape[-1]), out_dtype or out_dtypes(q.dtype)[0]
+        ).zero_()
         lse = torch.full(problem.lse_shape, -math.inf, dtype=problem.acc, device=q.device)
         for part in problem.parts():
             if problem.options.sinks is not None:
@@ -94,7 +111,7 @@ def _forward_tile(
     part: Part, begin: int, end: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
 ) -> None:
     """Rows [begin, end) of one part: every one of them sees at least one key."""
-    q_t = fold_heads(part.rows(q, begin, end), part.group, part.acc) * part.options.scale
+    q_t = part.q_tile(q, begin, end)
     n, rows = q_t.shape[:2]  # (batch x heads_k, group x tile_m, dim_qk)
     o = q_t.new_zeros(n, rows, v.shape[-1])
     if part.options.sinks is None:
@@ -105,8 +122,8 @@ def _forward_tile(
         row_max = part.per_row(part.sinks(), end - begin)
         row_sum = (row_max > -math.inf).to(part.acc)
     for first, last in part.key_tiles(begin, end):
-        k_t = fold_heads(part.keys(k, first, last), 1, part.acc)
-        v_t = fold_heads(part.keys(v, first, last), 1, part.acc)
+        k_t = part.k_tile(k, first, last)
+        v_t = part.v_tile(v, first, last)
         s, _ = part.scores(q_t, k_t, begin, end, first, last)
         new_max = torch.maximum(row_max, s.amax(dim=2, keepdim=True))
         # A row that has seen nothing yet has maximum -inf, and -inf - (-inf) is NaN: subtract 0.
@@ -227,7 +244,7 @@ def _backward_tile(
     dv_sum: Tensor,
 ) -> None:
     dout, q, k, v, out = tensors
-    q_t = fold_heads(part.rows(q, begin, end), part.group, part.acc) * part.options.scale
+    q_t = part.q_tile(q, begin, end)
     do_t = fold_heads(part.rows(dout, begin, end), part.group, part.acc)
     o_t = fold_heads(part.rows(out, begin, end), part.group, part.acc)
     # d loss / d S = P * (dP + dlse - dO.O)
@@ -237,8 +254,8 @@ def _backward_tile(
     row_lse = row_lse.masked_fill(row_lse == -math.inf, math.inf)  # P = exp(S - inf) = 0
     dq_t = torch.zeros_like(q_t)
     for first, last in part.key_tiles(begin, end):
-        k_t = fold_heads(part.keys(k, first, last), 1, part.acc)
-        v_t = fold_heads(part.keys(v, first, last), 1, part.acc)
+        k_t = part.k_tile(k, first, last)
+        v_t = part.v_tile(v, first, last)
         s, tanh = part.scores(q_t, k_t, begin, end, first, last)
         p = s.sub_(row_lse).exp_()
         dp = torch.bmm(do_t, v_t.transpose(1, 2))

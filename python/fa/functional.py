@@ -18,7 +18,8 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fa import _validate, ops
+from fa import ops
+from fa._checks import tensor_types
 from fa._raw import raw
 
 _FORWARD = torch.ops.fa.forward
@@ -141,7 +142,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
             return _call(q, k, v, options)
         return _PACKET_CALL(_FORWARD, q, k, v, **options)
     except RuntimeError as error:
-        _validate.tensor_types(q=q, k=k, v=v)
+        tensor_types(q=q, k=k, v=v)
         return _second_try(error, (q, k, v), options)
 
 
@@ -181,8 +182,9 @@ def attention(
     logarithm); O = exp(S - LSE) V. A row without visible keys has O = 0, LSE = -inf (or the sink).
 
     Args:
-        q: [B, Sq, Hq, D], float16 or bfloat16 (on the CPU also float32 and float64).
-        k: [B, Sk, Hkv, D], dtype and device of q; Hq is a multiple of Hkv.
+        q: [B, Sq, Hq, D], float16 or bfloat16 (on the CPU also float32, float64 and float8_e4m3fn).
+        k: [B, Sk, Hkv, D], dtype and device of q (float8_e4m3fn also with a 16-bit q); Hq is a
+            multiple of Hkv.
         v: [B, Sk, Hkv, Dv].
         causal: aligned at the bottom right: row i sees keys j <= i + Sk - Sq.
         window_size: (left, right) numbers of keys around the diagonal; -1 or None: unlimited.
@@ -194,11 +196,12 @@ def attention(
         return_lse: also return LSE, float32 [B, Hq, Sq] (float64 for float64 inputs).
         **options: any other option of `torch.ops.fa.forward`: attention_chunk, seqused_q,
             seqused_k, leftpad_k, kv_batch_idx, page_table, dropout_p (in [0, 1); the seed is drawn
-            from torch's generator unless philox_seed_offset, int64 [2], is given), num_splits,
-            batch_invariant, out_dtype, ...
+            from torch's generator unless philox_seed_offset, int64 [2], is given), q_descale,
+            k_descale, v_descale (float32, factors of float8_e4m3fn inputs; docs/numerics.md),
+            num_splits, batch_invariant, out_dtype, ...
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype, dense in q's dimension order; or (out, lse).
+        out [B, Sq, Hq, Dv] in q's dtype (bfloat16 for float8_e4m3fn), dense in q's dimension order; or (out, lse).
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, stride, device or value; the message

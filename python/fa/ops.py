@@ -27,8 +27,10 @@ from fa import (
     autograd,
     cpu,
 )
-from fa._layout import empty_like_order, lse_dtype
+from fa._checks import tensor_types
+from fa._layout import empty_like_order, lse_dtype, out_dtypes
 from fa._schemas import SCHEMAS
+from fa._validate_options import dropout_probability
 
 NAMESPACE = "fa"
 
@@ -42,9 +44,8 @@ _EXECUTION = ("max_seqlen_q", "max_seqlen_k", "num_splits", "batch_invariant", "
 
 
 def _meaning(options: dict[str, Any]) -> dict[str, Any]:
-    """The options of a validated call that fa.cpu knows; the unbuilt ones are at 'off'."""
-    skip = (*_EXECUTION, *_validate._NOT_BUILT)
-    return {name: value for name, value in options.items() if name not in skip}
+    """The options of a validated call that fa.cpu knows."""
+    return {name: value for name, value in options.items() if name not in _EXECUTION}
 
 
 # ---- the torch implementation: CPU tensors, and any device under fa.backend("cpu") -------------
@@ -207,8 +208,12 @@ def _refusal(
 
 def _forward_fake(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     _validate.forward(q, k, v, options, kernels=False)
-    out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype") or q.dtype)
+    out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), _out_dtype(q, options))
     return out, q.new_empty(_buffers.lse_shape(q, options), dtype=lse_dtype(q.dtype))
+
+
+def _out_dtype(q: Tensor, options: dict[str, Any]) -> torch.dtype:
+    return options.get("out_dtype") or out_dtypes(q.dtype)[0]
 
 
 def _forward_out_fake(
@@ -246,12 +251,12 @@ def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     """`fa::forward`: casts under autocast, draws a seed, pads odd head dims on a GPU, records."""
-    _validate.tensor_types(q=q, k=k, v=v)
+    tensor_types(q=q, k=k, v=v)
     if type(q) is not Tensor:
         _sharding.notice(q)
     autograd.refuse_forward_mode(q, k, v, *options.values())
     if options.get("dropout_p", 0.0) > 0 and options.get("philox_seed_offset") is None:
-        _validate.dropout_probability(options)
+        dropout_probability(options)
         options["philox_seed_offset"] = torch.randint(
             -(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device
         )
@@ -284,6 +289,7 @@ def record(
             or v.requires_grad
             or (sinks is not None and sinks.requires_grad)
         ):
+            autograd.refuse_fp8(q=q, k=k, v=v)
             rest = dict(options)
             rest.pop("sinks", None)
             deterministic = rest.pop("deterministic", None)

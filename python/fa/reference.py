@@ -29,6 +29,11 @@ def attention(
     leftpad_k: Tensor | None = None,
     kv_batch_idx: Tensor | None = None,
     page_table: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    descale_block_q: int = 0,
+    descale_block_k: int = 0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     softmax_scale: float | None = None,
@@ -84,10 +89,11 @@ def attention(
         else:
             seen = visible(q_len, last - first, *band, device=q.device).any(dim=0)
             k_b, v_b = (_pages(x, page_table[kv_row], first, seen) for x in (k, v))
+        q_rows = _descaled(q_b[:q_len], q_descale, descale_block_q, b, 0, heads_k)
         out_b, lse_b = _one_sequence(
-            q_b[:q_len],
-            k_b,
-            v_b,
+            q_rows,
+            _descaled(k_b, k_descale, descale_block_k, b, first, heads_k),
+            _descaled(v_b, v_descale, descale_block_k, b, first, heads_k),
             scale,
             softcap,
             alibi_slopes[b].to(dtype) if alibi_slopes is not None else None,
@@ -141,6 +147,23 @@ def _pages(x: Tensor, entries: Tensor, first: int, seen: Tensor) -> Tensor:
     keys = torch.arange(first, first + len(seen), device=x.device)[seen]
     rows = x[entries[keys // x.shape[1]].long(), keys % x.shape[1]]
     return x.new_zeros(len(seen), *x.shape[2:]).index_copy(0, seen.nonzero().flatten(), rows)
+
+
+def _descaled(
+    x: Tensor, descale: Tensor | None, block: int, b: int, first: int, heads_k: int
+) -> Tensor:
+    """x [rows, H, D], of which row 0 stands at place `first`, times the factors of sequence b."""
+    if descale is None:
+        return x
+    heads = x.shape[1]
+    if block == 0:
+        if descale.dim() == 2:
+            descale = descale[b % descale.shape[0]]
+        per_head = descale.expand(heads_k).repeat_interleave(heads // heads_k)
+        return x * per_head.to(x.dtype)[None, :, None]
+    table = descale[b % descale.shape[0]].expand(heads, -1)  # [H, blocks]
+    places = torch.arange(first, first + len(x), device=x.device)
+    return x * table[:, places // block].T.to(x.dtype)[:, :, None]
 
 
 def _kept(

@@ -167,12 +167,16 @@ BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
         *(ValueError, ["kv_batch_idx", "entry 0 is 2", "page_table has 2"]),
     ),
     **{
-        name: ([Q, K, V], {name: torch.ones(1)}, NotImplementedError, [name, "[1]", "None"])
+        name: ([Q, K, V], {name: torch.ones(1)}, ValueError, [name, "[1]", "float8_e4m3fn"])
         for name in ("q_descale", "k_descale", "v_descale")
     },
     "descale block": (
         *([Q, K, V], {"descale_block_k": 64}),
-        *(NotImplementedError, ["descale_block_k", "64", "0"]),
+        *(ValueError, ["descale_block_k", "64", "k_descale or v_descale"]),
+    ),
+    "negative block": (
+        *([Q, K, V], {"descale_block_q": -1}),
+        *(ValueError, ["descale_block_q", "-1", "0"]),
     ),
 }
 
@@ -304,16 +308,35 @@ def test_unknown_options_and_missing_arguments() -> None:
         (tensors(torch.float32), ValueError, ["q:", "torch.float32", "bfloat16", 'backend("cpu")']),
         (tensors(torch.float8_e4m3fn), NotImplementedError, ["q:", "float8_e4m3fn", "bfloat16"]),
         (
+            [Q.bfloat16(), K.to(torch.float8_e4m3fn), V.to(torch.float8_e4m3fn)],
+            *(NotImplementedError, ["k:", "float8_e4m3fn", "bfloat16"]),
+        ),
+        (
             [t.repeat(1, 1, 1, 9).half() for t in (Q, K, V)],
             *(NotImplementedError, ["q:", "head dim 576", "256"]),
         ),
     ],
-    ids=["fp32", "fp8", "large head dim"],
+    ids=["fp32", "fp8", "mixed fp8", "large head dim"],
 )
 def test_for_kernels(inputs: list[Tensor], kind: type[Exception], words: list[str]) -> None:
     with pytest.raises(kind) as caught:
         _validate.forward(*inputs, {}, kernels=True)
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_options_without_a_kernel_row_are_refused_by_name() -> None:
+    inputs = tensors(torch.bfloat16)
+    for name, value in (
+        ("page_table", torch.zeros(2, 1, dtype=INT)),
+        *((f"{x}_descale", torch.ones(1)) for x in "qkv"),
+        *((f"descale_block_{x}", 64) for x in "qk"),
+        ("dropout_p", 0.5),
+        ("philox_seed_offset", torch.zeros(2, dtype=torch.int64)),
+    ):
+        with pytest.raises(NotImplementedError) as caught:
+            _validate.forward(*inputs, {name: value}, kernels=True)
+        text = str(caught.value)
+        assert text.startswith(f"{name}: ") and 'fa.backend("cpu")' in text, text
 
 
 # ---- backends -----------------------------------------------------------------------------------

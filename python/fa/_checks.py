@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Which sentence does a single wrong tensor get?
+"""Checks that several operators share; they raise as _validate.py says."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def describe(t: Tensor) -> str:
+    """A tensor in a message: shape, dtype, device."""
+    return f"{list(t.shape)} {t.dtype} on {t.device}"
+
+
+def tensor_types(**tensors: object) -> None:
+    """TypeError unless every argument is a tensor."""
+    for name, value in tensors.items():
+        if not isinstance(value, Tensor):
+            shown = "None" if value is None else type(value).__name__
+            raise TypeError(f"{name} must be a torch.Tensor, not {shown}.")
+
+
+def agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
+    if t.shape[dim] != like.shape[dim]:
+        other = "k" if name == "v" else "q"
+        raise ValueError(
+            f"{name}: {t.shape[dim]} {what} (shape {list(t.shape)}), and {other} has "
+            f"{like.shape[dim]} (shape {list(like.shape)}). They must be equal."
+        )
+
+
+def index(name: str, t: Tensor | None, count: int, device: torch.device) -> None:
+    """An optional int32 vector of `count` entries."""
+    if t is None:
+        return
+    if t.dtype != torch.int32:
+        raise ValueError(f"{name}: dtype {t.dtype} is not torch.int32. Pass {name}.int().")
+    if t.device != device:
+        raise ValueError(
+            f'{name}: is on {t.device} and q on {device}. Move it with {name}.to("{device}").'
+        )
+    if tuple(t.shape) != (count,):
+        raise ValueError(f"{name}: shape {list(t.shape)} must be [{count}] for this batch.")
+    if t.shape[0] > 1 and t.stride(0) != 1:
+        raise ValueError(f"{name}: stride {t.stride(0)} must be 1. Pass {name}.contiguous().")
+
+
+def page_rows(
+    name: str, table: Tensor, batch: int, device: torch.device, kv_index: Tensor | None
+) -> None:
+    """A page table by itself: dtype, device, shape, stride."""
+    if table.dtype != torch.int32:
+        raise ValueError(f"{name}: dtype {table.dtype} is not torch.int32. Pass {name}.int().")
+    if table.device != device:
+        raise ValueError(
+            f'{name}: is on {table.device} and q on {device}. Move it with {name}.to("{device}").'
+        )
+    if table.dim() != 2 or (kv_index is None and table.shape[0] != batch):
+        raise ValueError(
+            f"{name}: shape {list(table.shape)} must be [batch, pages] = [{batch}, pages]; with "
+            "kv_batch_idx, which chooses its rows, any number of rows."
+        )
+    if table.shape[1] > 1 and table.stride(1) != 1:
+        raise ValueError(f"{name}: stride {table.stride(1)} must be 1. Pass {name}.contiguous().")
