@@ -201,7 +201,8 @@ def attention(
             num_splits, batch_invariant, out_dtype, ...
 
     Returns:
-        out [B, Sq, Hq, Dv] in q's dtype (bfloat16 for float8_e4m3fn), dense in q's dimension order; or (out, lse).
+        out [B, Sq, Hq, Dv] in q's dtype (bfloat16 for float8_e4m3fn), dense in q's dimension
+            order; or (out, lse).
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, stride, device or value; the message
