@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cases import Inputs
 from fa import reference
+from fa._philox import keep_probability
 
 ROW_BLOCK = 64
 
@@ -129,17 +130,19 @@ def _floors(inputs: Inputs) -> dict[str, float]:
         eps = torch.finfo(torch.float64).eps
     scale = inputs.options.get("softmax_scale", case.dim**-0.5)
     score = scale * norm(q) * norm(k) + 0.31 * bool(case.alibi) * max(q.shape[-3], k.shape[-3])
-    d_score = scale * (norm(dout) * norm(v) + (4 if case.dlse else 0))  # scale * (dP + dlse - dO.O)
+    grow = 1.0 / max(keep_probability(inputs.options.get("dropout_p", 0.0)), 1 / 256)
+    # scale * (dP + dlse - dO.O); dropout divides what it keeps
+    d_score = scale * (norm(dout) * norm(v) * grow + (4 if case.dlse else 0))
     rows = max(1, q.shape[-3]) ** 0.5
     unit = 1e-5 if q.dtype != torch.float64 else 1e-13
     # Scores are rounded to fp32, so weights err by eps * score relatively: 16-bit outputs hide it.
     weights = 4 * eps * score if inputs.options.get("out_dtype") == torch.float32 else 0.0
     return {
-        "out": unit + weights * largest(v),
+        "out": (unit + weights * largest(v)) * grow,
         "lse": 2 * unit + 4 * eps * score,
         "dq": unit + 4 * eps * d_score * largest(k),
         "dk": unit + 4 * eps * d_score * largest(q) * rows,
-        "dv": unit * (1 if q.dtype != torch.float64 else 10 * rows),
+        "dv": unit * grow * (1 if q.dtype != torch.float64 else 10 * rows),
         "dsinks": unit + 4 * eps * (d_score / max(scale, 1e-3)) * rows,
     }
 

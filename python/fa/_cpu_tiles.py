@@ -93,8 +93,10 @@ class Problem:
         options: Options,
         page_table: Tensor | None = None,
         descales: Descales | None = None,
+        batch_invariant: bool = False,
     ) -> None:
         self.options, self.descales = options, descales
+        self._alone = batch_invariant  # no product takes more than one batch entry
         self.pages = None if page_table is None else Pages(page_table, k)
         self.acc, self.device = accumulation_dtype(q.dtype), q.device
         self.packed_q, self.packed_k = cu_seqlens_q is not None, cu_seqlens_k is not None
@@ -132,7 +134,7 @@ class Problem:
 
     def _equal_run(self, first: int) -> int:
         """How many batch entries from `first` on can be one slice of dense q and dense k."""
-        if self.packed_q or self.packed_k or self.pages is not None:
+        if self._alone or self.packed_q or self.packed_k or self.pages is not None:
             return 1
         count, head = 1, self.sequences[first]
         while first + count < len(self.sequences):

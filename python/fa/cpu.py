@@ -50,6 +50,7 @@ def forward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     philox_seed_offset: Tensor | None = None,
+    batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (out, lse): the meaning of `fa::forward`, computed where the tensors are.
@@ -80,6 +81,7 @@ def forward(
         kv_batch_idx=kv_batch_idx,
         page_table=page_table,
         descales=descales,
+        batch_invariant=batch_invariant,
         options=Options.of(
             q,
             alibi_slopes,
@@ -167,6 +169,7 @@ def backward(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     philox_seed_offset: Tensor | None = None,
+    batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
     dlse: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
@@ -190,6 +193,7 @@ def backward(
         leftpad_k=leftpad_k,
         kv_batch_idx=kv_batch_idx,
         page_table=page_table,
+        batch_invariant=batch_invariant,
         options=Options.of(
             q,
             alibi_slopes,

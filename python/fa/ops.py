@@ -39,8 +39,8 @@ for _name, _schema in SCHEMAS.items():
     _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
 
 # Options that choose how a kernel runs and never what it computes: the torch implementation runs in
-# one way only, which is deterministic, never splits, and treats every batch entry by itself.
-_EXECUTION = ("max_seqlen_q", "max_seqlen_k", "num_splits", "batch_invariant", "deterministic")
+# one way only, which is deterministic and never splits.
+_EXECUTION = ("max_seqlen_q", "max_seqlen_k", "num_splits", "deterministic")
 
 
 def _meaning(options: dict[str, Any]) -> dict[str, Any]:
