@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from fa import _abi, _backend, _cuda, _lib, _validate
+from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
 from fa._layout import lse_dtype
 from fa._schemas import SCHEMAS
@@ -58,6 +58,8 @@ class _Call:
             isinstance(t, Tensor) and t.requires_grad
             for t in (*tensors.values(), *self.options.values())
         )
+        if torch.is_grad_enabled():
+            autograd.refuse_constants(self.options)
         devices = {name: _device(name, t) for name, t in tensors.items()}
         self.device = devices["q"]
         for name, device in devices.items():
@@ -66,6 +68,9 @@ class _Call:
                     f"{name}: is on {device} and q on {self.device}. Move it to {self.device}."
                 )
         self.q, self.k, self.v = (_meta(t) for t in tensors.values())
+        if self.options.get("dropout_p") and "philox_seed_offset" not in self.options:
+            # fa.attention would draw it.
+            self.options["philox_seed_offset"] = torch.empty(2, dtype=torch.int64, device="meta")
         for name, value in self.options.items():
             if isinstance(value, Tensor):
                 self.options[name] = _meta(value)
@@ -169,6 +174,8 @@ def supports(q: Spec, k: Spec, v: Spec, **options: Any) -> bool | str:
         call = _Call(q, k, v, options)
         on_torch = call.on_torch()
         call.validate(kernels=not on_torch)
+        if call.needs_grad:
+            autograd.refuse_fp8(q=call.q, k=call.k, v=call.v)
         if on_torch:
             return True
         with call.guard():

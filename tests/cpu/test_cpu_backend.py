@@ -128,22 +128,28 @@ def test_causal_costs_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
 _MEMORY = """
 import resource, sys, torch
-from fa import _cpu_tiles, cpu, reference
-from fa._layout import dimension_order
+from fa import cpu
 torch.set_num_threads(1)
 def peak(n):
     q, k, v = (torch.randn(1, n, 1, 64) for _ in range(3))
-    out, lse = cpu.forward(q, k, v, softcap=20.0)
-    cpu.backward(out, q, k, v, out, lse, softcap=20.0)
+    options = {"softcap": 20.0}
+    if sys.argv[1] == "paged":
+        options["page_table"] = torch.arange(n // 64, dtype=torch.int32)[None]
+        options["seqused_k"] = torch.tensor([n], dtype=torch.int32)
+        options |= {"dropout_p": 0.1, "philox_seed_offset": torch.tensor([1, 2])}
+        k, v = k.view(-1, 64, 1, 64), v.view(-1, 64, 1, 64)
+    out, lse = cpu.forward(q, k, v, **options)
+    cpu.backward(out, q, k, v, out, lse, **options)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 print(*(peak(n) for n in (1024, 4096, 8192)))
 """
 
 
-def test_memory_grows_linearly() -> None:
+@pytest.mark.parametrize("form", ["dense", "paged"])
+def test_memory_grows_linearly(form: str) -> None:
     """Peak of the process in MiB. One score matrix of 8192 x 8192 alone would be 256 MiB."""
     run_it = subprocess.run(
-        [sys.executable, "-c", _MEMORY],
+        [sys.executable, "-c", _MEMORY, form],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},

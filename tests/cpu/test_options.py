@@ -188,6 +188,24 @@ def test_kernel_rows_take_it_or_refuse_by_name(name: str) -> None:
         _validate.forward(*inputs, options, kernels=True)
 
 
+@pytest.mark.parametrize("name", [*CHANGES, *KEEPS])
+def test_supports_says_yes_on_the_cpu(name: str) -> None:
+    inputs, options, _ = CHANGES.get(name, ((Q, K, V), {name: KEEPS.get(name, [0])[-1]}, {}))
+    assert fa.supports(*inputs, **options) is True
+    assert "backend cpu" in fa.explain(*inputs, **options)
+    if inputs is STORED:
+        reason = fa.supports(inputs[0].clone().requires_grad_(), *inputs[1:], **options)
+        assert "float8_e4m3fn has no backward" in str(reason)
+
+
+def test_supports_of_what_the_call_would_draw_or_refuse() -> None:
+    assert fa.supports(Q, K, V, dropout_p=0.5) is True  # the seed is drawn
+    assert str(fa.supports(Q, K, V, dropout_p=1.0)).startswith("dropout_p: 1.0 is outside")
+    assert str(fa.supports(Q, K, V, page_table=TABLE)).startswith("page_table: given without")
+    slopes = torch.ones(4, requires_grad=True)
+    assert "alibi_slopes: requires_grad" in str(fa.supports(Q, K, V, alibi_slopes=slopes))
+
+
 # ---- one row, whatever else is in the batch -----------------------------------------------------
 
 
