@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -158,6 +159,27 @@ def test_memory_grows_linearly(form: str) -> None:
     first, half, full = map(float, run_it.stdout.split())
     # Tensors of the problem: q, k, v, out and five of gradients and sums, 2 MiB each at 8192.
     assert full - half < 32 and full - first < 64, (first, half, full)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [False, True])
+def test_not_much_slower_than_torch(causal: bool) -> None:
+    """At most three times the time of torch's own fused attention, on the same threads."""
+    q, k, v = (torch.randn(1, 2048, 8, 64) for _ in range(3))
+    heads_first = [t.transpose(1, 2) for t in (q, k, v)]
+
+    def best(call: Callable[[], Any]) -> float:
+        times = []
+        for _ in range(6):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    theirs = best(lambda: sdpa(*heads_first, is_causal=causal))
+    ours = best(lambda: cpu.forward(q, k, v, causal=causal))
+    assert ours < 3 * theirs, (ours, theirs)
 
 
 # ---- the same call in two ways ------------------------------------------------------------------
