@@ -56,6 +56,11 @@ def append(
     rotary_seqlens: Tensor | None = None,
 ) -> None:
     """Writes the new keys (rotated) and values of a validated call; nothing if a value is wrong."""
+    if k_cache.numel() and k_cache.data_ptr() == v_cache.data_ptr():
+        raise ValueError(
+            "v_cache: begins at the address of k_cache, so that new values would overwrite new "
+            "keys. Pass two caches that share no memory."
+        )
     pages = None if page_table is None else Pages(page_table, k_cache)
     used, rows = cache_seqlens.tolist(), _rows(kv_batch_idx, cache_seqlens)
     ends = None if cu_seqlens_new is None else cu_seqlens_new.tolist()

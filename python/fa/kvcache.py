@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fa import _validate, _validate_cache
 from fa._cache import query_positions
+from fa._checks import tensor_types
 from fa._schemas import SCHEMAS
 from fa.functional import attention, window_options
 
@@ -52,11 +53,13 @@ def attention_kvcache(
 
     Returns and raises: as `attention` and `append_kv`.
     """
+    tensor_types(q=q, k_cache=k_cache, v_cache=v_cache)
     batch, cu_seqlens_q = q.shape[0], options.get("cu_seqlens_q")
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.shape[0] - 1
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
+    tensor_types(cache_seqlens=cache_seqlens)
     used = cache_seqlens
     if (k_new is None) != (v_new is None):
         missing, given = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")

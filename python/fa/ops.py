@@ -263,7 +263,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
-    if device == "cuda" and (q.shape[-1] % 8 or v.shape[-1] % 8):
+    odd = q.shape[-1] % 8 or v.shape[-1] % 8
+    if device == "cuda" and odd and all(t.dtype.itemsize > 1 for t in (q, k, v)):
         return _padded(q, k, v, options)
     return record(q, k, v, options)
 

@@ -451,6 +451,10 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "heads": ({"k_new": K[:, :, :1]}, ValueError, ["k_new", "heads and head dim"]),
     "head dim": ({"v_new": V[..., :4]}, ValueError, ["v_new", "[2, 3, 2, 4]", "v_cache"]),
     "caches": ({"v_cache": VC[:, 1:]}, ValueError, ["v_cache", "[2, 8, 2, 8]", "k_cache"]),
+    "one cache": (
+        {"v_new": K, "k_cache": KC, "v_cache": KC},
+        *(ValueError, ["v_cache", "k_cache", "share no memory"]),
+    ),
     "expanded": (
         {"k_cache": KC[:1].expand(2, -1, -1, -1)},
         *(ValueError, ["k_cache", "expanded", "dimension 0"]),
@@ -527,6 +531,7 @@ def test_bad_rotations(given: dict[str, Any], words: list[str]) -> None:
     [
         ({"v_new": None}, ValueError, ["v_new", "None", "k_new"]),
         ({"k_new": None, "v_new": None, "cu_seqlens_new": ints(0, 1, 2)}, ValueError, ["k_new"]),
+        ({"cache_seqlens": None}, TypeError, ["cache_seqlens", "None", "Tensor"]),
         ({"softcap": -1.0}, ValueError, ["softcap"]),
         ({"causal": True, "window_size": (-1, 3)}, ValueError, ["window_right", "3"]),
         ({"casual": True}, TypeError, ["casual"]),
