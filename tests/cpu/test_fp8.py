@@ -229,6 +229,20 @@ def test_windows_over_an_e4m3_cache() -> None:
     close(OPS.forward(q, k, v, **options, out_dtype=torch.float32), want)
 
 
+def test_large_heads_over_pages_of_e4m3() -> None:
+    """flashinfer#574: bf16 queries, e4m3 pages of 32 keys, head dim 256; unused slots are NaN."""
+    g = torch.Generator().manual_seed(4)
+    q = torch.randn(1, 100, 8, 256, generator=g).bfloat16()
+    k, v = (torch.randn(1, 100, 2, 256, generator=g).to(FP8) for _ in range(2))
+    pools, table = to_pages([k, v], 32, g)
+    options = {"causal": True, "k_descale": positive(1, 2), "v_descale": positive(1, 2, seed=8)}
+    want = reference.attention(q, k, v, **options)
+    got = OPS.forward(
+        *(q, *pools), page_table=table, seqused_k=ints(100), out_dtype=torch.float32, **options
+    )
+    close(got, want, 1e-4)
+
+
 def test_dtypes_of_the_result() -> None:
     inputs = tensors()
     wide, lse = OPS.forward(*inputs, out_dtype=torch.float32)

@@ -175,6 +175,8 @@ def test_opcheck_and_compile() -> None:
     for grad in (False, True):
         inputs = [t.clone().requires_grad_(grad) for t in paged]
         torch.library.opcheck(OPS.forward.default, inputs, options)
+    out, lse = OPS.forward(*paged, **options)
+    torch.library.opcheck(OPS.backward.default, (out, *paged, out, lse), options)
     torch._dynamo.reset()
     compiled = torch.compile(
         lambda *t: fa.attention(*t, **given, page_table=table), backend="aot_eager", fullgraph=True
