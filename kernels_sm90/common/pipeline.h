@@ -86,4 +86,15 @@ struct SlotCursor {
   }
 };
 
+// The same in one register, for a ring that is asked rarely.
+template <int kSlots>
+struct PackedCursor {
+  static_assert((kSlots & (kSlots - 1)) == 0, "slots of a packed cursor are a power of two");
+  uint32_t count = 0;
+
+  FA_DEVICE int slot() const { return static_cast<int>(count % kSlots); }
+  FA_DEVICE uint32_t parity() const { return count / kSlots & 1; }
+  FA_DEVICE void advance() { ++count; }
+};
+
 }  // namespace fa::sm90

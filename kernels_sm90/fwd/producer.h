@@ -9,13 +9,15 @@
 namespace fa::sm90 {
 
 // K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is
-// requested while the last blocks of this one are being worked on.
+// requested while the last blocks of this one are being worked on; with one it has to wait for the
+// end of the tile, and K need not wait with it.
 template <class Row>
 FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   const int begin = tile.range.begin;
   int n = tile.range.end - 1;
+  if constexpr (FwdTypes<Row>::kQSlots == 1) kv.load_k(tile, n);
   q.load(tile);
-  kv.load_k(tile, n);
+  if constexpr (FwdTypes<Row>::kQSlots > 1) kv.load_k(tile, n);
 #pragma unroll 1
   for (; n > begin; --n) {
     kv.load_k(tile, n - 1);

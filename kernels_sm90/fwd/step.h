@@ -17,6 +17,9 @@ class FwdStep {
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
   static constexpr bool kCarry = T::kOwnOutput;
+  // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
+  // thread.
+  static constexpr bool kRescaleLate = T::kDimV > 128;
 
  public:
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
@@ -46,6 +49,7 @@ class FwdStep {
   FA_DEVICE void next(int n, Edge) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ
+    if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V(n+1)
     turns_.pass_turn();
     wait_products<1>();  // S is there
@@ -56,7 +60,7 @@ class FwdStep {
     wait_products<0>();  // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    rescale_output();
+    if constexpr (!kRescaleLate) rescale_output();
     pack_probabilities();
   }
 
@@ -64,22 +68,21 @@ class FwdStep {
     if constexpr (T::kOwnOutput) release(smem_.q_slots, q_at_);
     if constexpr (T::Mask::kNeeded)
       if (tile().scrub_last) scrub(tile().range.begin);
-    pending_slot_ = tile_slot_;
+    if constexpr (kCarry) {
+      pending_slot_ = tile_slot_;
+    } else {
+      turns_.wait_turn();
+      finish();
+    }
   }
 
   // Takes one turn and, in it, finishes the tile whose last product is still owed, if there is one.
   FA_DEVICE void settle() {
     turns_.wait_turn();
-    if (pending_slot_ < 0) {
+    if (kCarry && pending_slot_ >= 0)
+      finish();
+    else
       turns_.pass_turn();
-      return;
-    }
-    issue_pv();
-    turns_.pass_turn();
-    wait_products<0>();
-    cute::warpgroup_fence_operand(o_);
-    release(smem_.v_slots, v_at_);
-    store_pending(softmax_);
   }
 
   // A block or a tile without anything for this warpgroup: its slots go back unread. They must be
@@ -129,6 +132,7 @@ class FwdStep {
   FA_DEVICE void first_behind(int n) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ of this tile
+    if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V of the tile before
     turns_.pass_turn();
     wait_products<1>();
@@ -144,15 +148,26 @@ class FwdStep {
     store_pending(done);
   }
 
+  // The last product of a tile by itself. The turn is held, and passed on.
+  FA_DEVICE void finish() {
+    if constexpr (kRescaleLate) rescale_output();
+    issue_pv();
+    turns_.pass_turn();
+    wait_products<0>();
+    cute::warpgroup_fence_operand(o_);
+    release(smem_.v_slots, v_at_);
+    store_pending(softmax_);
+  }
+
   FA_DEVICE void store_pending(OnlineSoftmax<2>& softmax) {
-    const FwdTile& done = smem_.tiles[pending_slot_];
-    epilogue_.store(o_, softmax, done, smem_.output_rows(q_at_.slot, 0));
+    const int slot = kCarry ? pending_slot_ : tile_slot_;
+    epilogue_.store(o_, softmax, smem_.tiles[slot], smem_.output_rows(q_at_.slot, 0));
     if constexpr (!T::kOwnOutput) {
       epilogue_.drain();
       __syncwarp();
       release(smem_.q_slots, q_at_);
     }
-    retire(pending_slot_);
+    retire(slot);
     pending_slot_ = -1;
   }
 
