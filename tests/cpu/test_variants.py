@@ -27,12 +27,13 @@ def test_the_table_is_sound_and_aligned():
     assert gv.parse(gv.format_table(ROWS)) == ROWS
 
 
-def test_first_light_has_its_rows():
+def test_the_forward_has_its_rows():
     ids = {r.id for r in ROWS}
     for dtype in ("bf16", "fp16"):
-        for dim in ("d64", "d128"):
+        for dim in ("d64", "d128", "d192x128", "d256"):
             for mask in ("none", "band"):
                 assert f"sm90_fwd_{dtype}_{dim}_{mask}" in ids
+        for dim in ("d64", "d128"):
             assert f"sm80_fwd_{dtype}_{dim}_band" in ids
 
 
