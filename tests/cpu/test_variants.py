@@ -176,3 +176,11 @@ def test_the_library_holds_rows_of_the_table():
             int(line.tile_n),
         )
         assert (row.dim_qk, row.dim_v) == (int(line.d_qk), int(line.d_v))
+
+
+def test_only_unusual_widths_pay_for_the_large_header():
+    macro = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n#include"
+    for row in ROWS:
+        unusual = row.arch == "90" and not {row.tile_n, row.d_v} <= {"64", "128", "192", "256"}
+        assert (macro in gv.unit_text(row)) == unusual, row.id
+    assert any(macro in gv.unit_text(row) for row in ROWS)
