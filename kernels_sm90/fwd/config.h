@@ -27,8 +27,10 @@ struct FwdTypes {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
 
-  // O fills the registers of its threads: what else they keep costs time or a stack frame.
-  static constexpr bool kTight = kDimV > 128;
+  // A wide O, or a third warpgroup to share with, leaves a thread no register: what it keeps
+  // besides costs time or a stack frame.
+  static constexpr bool kWideOutput = kDimV > 128;
+  static constexpr bool kTight = kWideOutput || kConsumers == 3;
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
@@ -48,8 +50,8 @@ struct FwdTypes {
   using E = Element<kConfig.dtype>;
   using Turns = typename TurnsOf<kConfig.turns, kConsumers>::type;
   using Thread = ConsumerThread<kTight>;
-  template <int kSlots>
-  using Cursor = std::conditional_t<kTight, PackedCursor<kSlots>, SlotCursor<kSlots>>;
+  template <bool kPacked, int kSlots>
+  using Cursor = std::conditional_t<kPacked, PackedCursor<kSlots>, SlotCursor<kSlots>>;
   using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandBits>;
 
   // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots

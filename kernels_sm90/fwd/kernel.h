@@ -33,7 +33,7 @@ template <class Row>
 FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread) {
   using T = FwdTypes<Row>;
   FwdStep<Row> step(smem, params.args, params.out, thread);
-  for (typename T::template Cursor<kTileSlots> at{0};; at.advance()) {
+  for (typename T::template Cursor<T::kTight, kTileSlots> at{0};; at.advance()) {
     const int slot = at.slot();
     mbarrier_wait(&smem.tile_slots.full[slot], at.parity());
     const FwdTile& tile = smem.tiles[slot];
