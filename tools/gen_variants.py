@@ -43,6 +43,9 @@ ENUMS: dict[str, dict[str, str]] = {
 INTEGERS = ("arch", "d_qk", "d_v", "tile_m", "tile_n", "warps", "stages", "cluster", "est_s")
 ARCHS = {"80": "80", "90": "90a"}  # column `arch` -> the entry of FA_ARCHS that builds it
 GPU_NAMES = {"80": "Ampere and Ada (8.x), newer through PTX", "90": "Hopper (9.0)"}
+# Widths of a Hopper product that CUTLASS offers without its header of all multiples of 8. That adds
+# 30 seconds to a row: only rows that need it ask for it.
+PLAIN_WIDTHS = ("32", "64", "96", "128", "192", "256")
 DEFAULT_LOADER = {"80": "cpasync", "90": "tma"}  # not spelled in an id
 
 # Keys of the column `knobs`, per op: name -> allowed value -> C++ text.
@@ -216,10 +219,12 @@ def unit_text(row: Row) -> str:
     given = dict(row.knob_items())
     fields += [(k, KNOBS[row.op][k][given[k]]) for k in KNOBS[row.op] if k in given]
     config = "\n".join(f"      .{name} = {value}," for name, value in fields)
+    wide = row.arch == "90" and not {row.tile_n, row.d_v} <= set(PLAIN_WIDTHS)
+    define = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n" if wide else ""
     return f"""\
 // SPDX-License-Identifier: BSD-3-Clause
 // Row {row.id} of tools/variants.csv. Generated: edit the table.
-#include "kernels_sm{row.arch}/{row.op}/launch.h"
+{define}#include "kernels_sm{row.arch}/{row.op}/launch.h"
 
 namespace fa::rows {{
 

@@ -81,16 +81,16 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float per_score =
       architecture * mask * score * static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score;
-  // Time of one tile: the key blocks an average row tile sees, plus one for prologue and epilogue.
+  // Time of one tile: the keys an average row tile sees, plus prologue and epilogue, which cost
+  // about as much as 128 keys.
   const int64_t keys = p.packed_k() ? p.seq.total_k / std::max(1, p.seq.batch) : p.seq.seqlen_k;
   const float visible = p.band.right >= 0 && p.band.left < 0 ? 0.5f : 1.0f;
   int64_t span = keys;
   if (p.band.left >= 0 && p.band.right >= 0)
     span = std::min<int64_t>(keys, int64_t{p.band.left} + p.band.right + row.tile_m);
   if (p.band.chunk > 0) span = std::min<int64_t>(span, int64_t{p.band.chunk} + row.tile_m);
-  const float blocks = visible * static_cast<float>(span) / static_cast<float>(row.tile_n) + 1.0f;
   const float tile =
-      blocks * static_cast<float>(row.tile_m) * static_cast<float>(row.tile_n) * per_score;
+      (visible * static_cast<float>(span) + 128.0f) * static_cast<float>(row.tile_m) * per_score;
   const float tiles = static_cast<float>(row_tiles(entry, p)) * static_cast<float>(p.heads_q) *
                       (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
   // Tiles on one multiprocessor share it; fewer tiles than multiprocessors leave some idle.

@@ -67,23 +67,44 @@ struct SlotBarriers {
 // start with parity 0; the producer with 1, so that its first round of waits for empty slots
 // passes.
 template <int kSlots>
-struct SlotCursor {
-  int slot = 0;
-  uint32_t parity;
+class SlotCursor {
+ public:
+  FA_DEVICE explicit SlotCursor(uint32_t first_parity) : parity_(first_parity) {}
 
-  FA_DEVICE explicit SlotCursor(uint32_t first_parity) : parity(first_parity) {}
-
+  FA_DEVICE int slot() const { return slot_; }
+  FA_DEVICE uint32_t parity() const { return parity_; }
   FA_DEVICE void advance() {
     if constexpr (kSlots == 1) {
-      parity ^= 1;
+      parity_ ^= 1;
     } else if constexpr (kSlots == 2) {
-      slot ^= 1;
-      parity ^= slot == 0;
+      slot_ ^= 1;
+      parity_ ^= slot_ == 0;
     } else {
-      slot = slot + 1 == kSlots ? 0 : slot + 1;
-      parity ^= slot == 0;
+      slot_ = slot_ + 1 == kSlots ? 0 : slot_ + 1;
+      parity_ ^= slot_ == 0;
     }
   }
+
+ private:
+  int slot_ = 0;
+  uint32_t parity_;
+};
+
+// The same in one register and some more instructions: for a ring that is asked rarely, or where
+// registers are what is short.
+template <int kSlots>
+class PackedCursor {
+  static_assert((kSlots & (kSlots - 1)) == 0, "slots of a packed cursor are a power of two");
+
+ public:
+  FA_DEVICE explicit PackedCursor(uint32_t first_parity) : count_(first_parity * kSlots) {}
+
+  FA_DEVICE int slot() const { return static_cast<int>(count_ % kSlots); }
+  FA_DEVICE uint32_t parity() const { return count_ / kSlots & 1; }
+  FA_DEVICE void advance() { ++count_; }
+
+ private:
+  uint32_t count_;
 };
 
 }  // namespace fa::sm90

@@ -11,6 +11,40 @@ enum class Role { kProducer, kConsumer };
 
 FA_DEVICE Role role_of(int warpgroup) { return warpgroup == 0 ? Role::kProducer : Role::kConsumer; }
 
+// Who am I among the consumers? Kept in registers.
+template <bool kReread>
+class ConsumerThread {
+ public:
+  FA_DEVICE explicit ConsumerThread(int index)
+      : index_(index), warp_(__shfl_sync(0xffffffffu, index / 32, 0)) {}
+  FA_DEVICE int index() const { return index_; }
+  FA_DEVICE int warp() const { return warp_; }
+  FA_DEVICE int warp_of_lane() const { return warp_; }
+  FA_DEVICE bool leader() const { return index_ % 32 == 0; }  // speaks for its warp
+
+ private:
+  int index_, warp_;
+};
+
+// Where registers are short: read where it is needed, and nothing derived from it ahead of time.
+template <>
+class ConsumerThread<true> {
+ public:
+  FA_DEVICE explicit ConsumerThread(int index) : leader_(index % 32 == 0) {}
+  FA_DEVICE int index() const {
+    int thread;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+    return thread - kWarpgroupThreads;
+  }
+  // All lanes together, and one that stands alone.
+  FA_DEVICE int warp() const { return __shfl_sync(0xffffffffu, warp_of_lane(), 0); }
+  FA_DEVICE int warp_of_lane() const { return index() / 32; }
+  FA_DEVICE bool leader() const { return leader_; }
+
+ private:
+  bool leader_;
+};
+
 // The block starts with an equal share per thread; setmaxnreg then moves registers from the
 // producer to the consumers.
 template <int kThreads>

@@ -8,6 +8,7 @@
 
 #include "kernels_common/device/element.h"
 #include "kernels_sm90/common/band_bits.h"
+#include "kernels_sm90/common/pipeline.h"
 #include "kernels_sm90/common/roles.h"
 #include "kernels_sm90/common/turns.h"
 
@@ -26,6 +27,11 @@ struct FwdTypes {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
 
+  // A wide O, or a third warpgroup to share with, leaves a thread no register: what it keeps
+  // besides costs time or a stack frame.
+  static constexpr bool kWideOutput = kDimV > 128;
+  static constexpr bool kTight = kWideOutput || kConsumers == 3;
+
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
                 "16-bit forward rows have one dtype for q, k and v");
@@ -43,6 +49,9 @@ struct FwdTypes {
 
   using E = Element<kConfig.dtype>;
   using Turns = typename TurnsOf<kConfig.turns, kConsumers>::type;
+  using Thread = ConsumerThread<kTight>;
+  template <bool kPacked, int kSlots>
+  using Cursor = std::conditional_t<kPacked, PackedCursor<kSlots>, SlotCursor<kSlots>>;
   using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandBits>;
 
   // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots

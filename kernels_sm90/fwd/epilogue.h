@@ -27,10 +27,7 @@ class FwdEpilogue {
 
  public:
   FA_DEVICE FwdEpilogue(const FwdArgs& args, const TensorMap& map, int thread)
-      : args_(args),
-        map_(map),
-        warp_(__shfl_sync(0xffffffffu, thread / 32, 0)),
-        lane_(thread % 32) {}
+      : args_(args), map_(map), thread_(thread) {}
 
   // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
   FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile, E* rows) const {
@@ -50,20 +47,20 @@ class FwdEpilogue {
     // A box clips only at the end of the tensor: packed sequences end before it.
     const bool fits = args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
     if (fits && args_.out_fp32 == 0)
-      store_box(o, tile, rows + warp_ * 16 * T::kPanel);
+      store_box(o, tile, rows + thread_.warp() * 16 * T::kPanel);
     else
       store_rows(view, tile);
   }
 
   // Shared memory must outlive the last store's reads.
   FA_DEVICE void drain() const {
-    if (lane_ == 0) tma_store_wait_read();
+    if (lane() == 0) tma_store_wait_read();
   }
 
  private:
-  FA_DEVICE int first_row() const {
-    return warp_ * 16 + lane_ / 4;
-  }  // of view row 0; row 1 is eight further
+  FA_DEVICE int lane() const { return thread_.index() % 32; }
+  // Of view row 0; row 1 is eight further.
+  FA_DEVICE int first_row() const { return thread_.warp_of_lane() * 16 + lane() / 4; }
 
   // Rows at and after q_len are defined as empty, whatever q held there.
   template <class View>
@@ -79,7 +76,7 @@ class FwdEpilogue {
 
   FA_DEVICE void store_lse(const OnlineSoftmax<2>& softmax, const FwdTile& tile) const {
     float* lse = lse_rows(args_, tile.seq, tile.head_q);
-    if (lse == nullptr || lane_ % 4 != 0) return;
+    if (lse == nullptr || lane() % 4 != 0) return;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int row = tile.seq.m_first + first_row() + 8 * r;
@@ -90,15 +87,16 @@ class FwdEpilogue {
   // The wait for the previous tile's store stands here, a whole tile later.
   FA_DEVICE void store_box(const Output& o, const FwdTile& tile, E* rows) const {
     if constexpr (T::kOwnOutput) {
-      if (lane_ == 0) tma_store_wait_read();
+      if (lane() == 0) tma_store_wait_read();
       __syncwarp();
     } else {
-      sync<kWarpgroupThreads>(Barrier::kSlab,
-                              warp_ / 4);  // the warpgroup's products have read these rows of Q
+      sync<kWarpgroupThreads>(
+          Barrier::kSlab,
+          thread_.warp() / 4);  // the warpgroup's products have read these rows of Q
     }
     // Lane l addresses row l % 16 of the 16 x 16 block, column half l / 16; the swizzle is chunk ^
     // row % 8.
-    const int row = lane_ % 16, half = lane_ / 16;
+    const int row = lane() % 16, half = lane() / 16;
     const uint32_t base = shared_address(rows) + row * 128;
     CUTE_UNROLL
     for (int i = 0; i < T::kDimV / 16; ++i) {
@@ -111,8 +109,8 @@ class FwdEpilogue {
     }
     fence_async_shared();
     __syncwarp();
-    const int q_row = tile.seq.m_first + 16 * warp_;
-    if (lane_ == 0 && q_row < tile.seq.q_slot) {
+    const int q_row = tile.seq.m_first + 16 * thread_.warp();
+    if (lane() == 0 && q_row < tile.seq.q_slot) {
       CUTE_UNROLL
       for (int panel = 0; panel < T::kDimV / T::kPanel; ++panel)
         if (panel * T::kPanel < args_.dim_v)
@@ -132,7 +130,7 @@ class FwdEpilogue {
     for (int r = 0; r < 2; ++r) {
       const int row = tile.seq.m_first + first_row() + 8 * r;
       if (row >= tile.seq.q_slot) continue;
-      char* at = out + (row * args_.out.stride_row + 2 * (lane_ % 4)) * size;
+      char* at = out + (row * args_.out.stride_row + 2 * (lane() % 4)) * size;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); c += 2) {
         if (4 * c >= args_.dim_v) continue;
@@ -147,7 +145,7 @@ class FwdEpilogue {
 
   const FwdArgs& args_;
   const TensorMap& map_;
-  int warp_, lane_;  // warp among the consumers
+  typename T::Thread thread_;
 };
 
 }  // namespace fa::sm90

@@ -33,15 +33,16 @@ template <class Row>
 FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread) {
   using T = FwdTypes<Row>;
   FwdStep<Row> step(smem, params.args, params.out, thread);
-  for (SlotCursor<kTileSlots> at{0};; at.advance()) {
-    mbarrier_wait(&smem.tile_slots.full[at.slot], at.parity);
-    const FwdTile& tile = smem.tiles[at.slot];
+  for (typename T::template Cursor<T::kTight, kTileSlots> at{0};; at.advance()) {
+    const int slot = at.slot();
+    mbarrier_wait(&smem.tile_slots.full[slot], at.parity());
+    const FwdTile& tile = smem.tiles[slot];
     const bool work = tile.has_work();
     KeyRange range = tile.range;
     const int passed = work ? tile.passed[step.warpgroup()] : 0;
-    // Every warpgroup takes one turn per block, passed or not, and one for each tile that ends the
-    // carrying.
-    const int alone = work && T::kOwnOutput ? 0 : 1;
+    // Every warpgroup takes one turn per block, passed or not, and one for the last product of a
+    // tile that is not carried into the next.
+    const int alone = T::kOwnOutput && !work ? 1 : 0;
 #pragma unroll 1
     for (int i = 0; i < alone + passed; ++i) {
       step.settle();
@@ -51,15 +52,17 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     range.end -= passed;
     range.full_end = min_of(range.full_end, range.end);
     if (range.begin < range.end) {
-      step.begin(at.slot);
+      step.begin(slot);
       attend_tile<typename T::Mask>(step, range);
       continue;  // the step retires the tile
     }
-    if (work)
+    if (work) {
       step.pass_query();
-    else
+      if constexpr (!T::kOwnOutput) step.settle();
+    } else {
       store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
-    step.retire(at.slot);
+    }
+    step.retire(slot);
   }
   step.end();
 }

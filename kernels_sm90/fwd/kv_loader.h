@@ -29,15 +29,15 @@ struct TmaKv {
   FA_DEVICE static void load(const TensorMap& map, typename T::E* tiles,
                              SlotBarriers<T::kStages>& slots, SlotCursor<T::kStages>& at,
                              const FwdTile& tile, int n) {
-    mbarrier_wait(&slots.empty[at.slot], at.parity);
-    uint64_t* full = &slots.full[at.slot];
+    mbarrier_wait(&slots.empty[at.slot()], at.parity());
+    uint64_t* full = &slots.full[at.slot()];
     mbarrier_expect(full, T::kTileN * kDim * 2);
     CUTE_UNROLL
     for (int panel = 0; panel < kDim / T::kPanel; ++panel)
-      tma_load<L2Policy::kEvictLast>(map, tiles + (at.slot * kDim + panel * T::kPanel) * T::kTileN,
-                                     full,
-                                     BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * T::kTileN,
-                                              tile.head_k, tile.seq.k_batch});
+      tma_load<L2Policy::kEvictLast>(
+          map, tiles + (at.slot() * kDim + panel * T::kPanel) * T::kTileN, full,
+          BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * T::kTileN, tile.head_k,
+                   tile.seq.k_batch});
     at.advance();
   }
 };

@@ -9,13 +9,15 @@
 namespace fa::sm90 {
 
 // K runs one block ahead of V, as the consumers use them. With two Q slots the next tile's Q is
-// requested while the last blocks of this one are being worked on.
+// requested while the last blocks of this one are being worked on; with one it has to wait for the
+// end of the tile, and K need not wait with it.
 template <class Row>
 FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   const int begin = tile.range.begin;
   int n = tile.range.end - 1;
+  if constexpr (FwdTypes<Row>::kQSlots == 1) kv.load_k(tile, n);
   q.load(tile);
-  kv.load_k(tile, n);
+  if constexpr (FwdTypes<Row>::kQSlots > 1) kv.load_k(tile, n);
 #pragma unroll 1
   for (; n > begin; --n) {
     kv.load_k(tile, n - 1);
@@ -29,13 +31,13 @@ template <class Row>
 FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
   SlotCursor<kTileSlots> at{1};
   for (StaticTiles tiles(args.order);; tiles.next()) {
-    mbarrier_wait(&smem.tile_slots.empty[at.slot], at.parity);
-    FwdTile& tile = smem.tiles[at.slot];
+    mbarrier_wait(&smem.tile_slots.empty[at.slot()], at.parity());
+    FwdTile& tile = smem.tiles[at.slot()];
     if (tiles.valid())
       fwd_tile<Row>(args, tiles.index(), tile);
     else
       tile.last = 1;
-    mbarrier_arrive(&smem.tile_slots.full[at.slot]);
+    mbarrier_arrive(&smem.tile_slots.full[at.slot()]);
     if (!tiles.valid()) return;
     at.advance();
   }
@@ -45,11 +47,11 @@ FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
 template <class Row>
 FA_DEVICE void produce(FwdSmem<Row>& smem, TmaQ<Row> q, TmaKv<Row> kv) {
   for (SlotCursor<kTileSlots> at{0};; at.advance()) {
-    mbarrier_wait(&smem.tile_slots.full[at.slot], at.parity);
-    const FwdTile& tile = smem.tiles[at.slot];
+    mbarrier_wait(&smem.tile_slots.full[at.slot()], at.parity());
+    const FwdTile& tile = smem.tiles[at.slot()];
     if (tile.last) return;
     if (tile.has_work()) load_tile<Row>(tile, q, kv);
-    mbarrier_arrive(&smem.tile_slots.empty[at.slot]);
+    mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
   }
 }
 

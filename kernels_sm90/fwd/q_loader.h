@@ -17,13 +17,13 @@ struct TmaQ {
   SlotCursor<T::kQSlots> at{1};
 
   FA_DEVICE void load(const FwdTile& tile) {
-    mbarrier_wait(&smem.q_slots.empty[at.slot], at.parity);
-    uint64_t* full = &smem.q_slots.full[at.slot];
+    mbarrier_wait(&smem.q_slots.empty[at.slot()], at.parity());
+    uint64_t* full = &smem.q_slots.full[at.slot()];
     mbarrier_expect(full, T::kQBytes);
     CUTE_UNROLL
     for (int panel = 0; panel < T::kDimQk / T::kPanel; ++panel)
       tma_load<L2Policy::kEvictFirst>(
-          map, smem.q + (at.slot * T::kDimQk + panel * T::kPanel) * T::kTileM, full,
+          map, smem.q + (at.slot() * T::kDimQk + panel * T::kPanel) * T::kTileM, full,
           BoxCoord{panel * T::kPanel, tile.seq.q_begin + tile.seq.m_first, tile.head_q,
                    tile.seq.q_batch});
     at.advance();

@@ -17,6 +17,9 @@ class FwdStep {
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
   static constexpr bool kCarry = T::kOwnOutput;
+  // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
+  // thread.
+  static constexpr bool kRescaleLate = T::kWideOutput;
 
  public:
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
@@ -31,7 +34,7 @@ class FwdStep {
   FA_DEVICE void begin(int tile_slot) { tile_slot_ = tile_slot; }
 
   FA_DEVICE void first(int n) {
-    mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
+    mbarrier_wait(&smem_.q_slots.full[q_at_.slot()], q_at_.parity());
     if (kCarry && pending_slot_ >= 0)
       first_behind(n);
     else
@@ -46,6 +49,7 @@ class FwdStep {
   FA_DEVICE void next(int n, Edge) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ
+    if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V(n+1)
     turns_.pass_turn();
     wait_products<1>();  // S is there
@@ -56,7 +60,7 @@ class FwdStep {
     wait_products<0>();  // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    rescale_output();
+    if constexpr (!kRescaleLate) rescale_output();
     pack_probabilities();
   }
 
@@ -64,36 +68,35 @@ class FwdStep {
     if constexpr (T::kOwnOutput) release(smem_.q_slots, q_at_);
     if constexpr (T::Mask::kNeeded)
       if (tile().scrub_last) scrub(tile().range.begin);
-    pending_slot_ = tile_slot_;
+    if constexpr (kCarry) {
+      pending_slot_ = tile_slot_;
+    } else {
+      turns_.wait_turn();
+      finish();
+    }
   }
 
   // Takes one turn and, in it, finishes the tile whose last product is still owed, if there is one.
   FA_DEVICE void settle() {
     turns_.wait_turn();
-    if (pending_slot_ < 0) {
+    if (kCarry && pending_slot_ >= 0)
+      finish();
+    else
       turns_.pass_turn();
-      return;
-    }
-    issue_pv();
-    turns_.pass_turn();
-    wait_products<0>();
-    cute::warpgroup_fence_operand(o_);
-    release(smem_.v_slots, v_at_);
-    store_pending(softmax_);
   }
 
   // A block or a tile without anything for this warpgroup: its slots go back unread. They must be
   // full first, or two rounds of a slot would be released in one.
   FA_DEVICE void pass_block() {
-    mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
+    mbarrier_wait(&smem_.k_slots.full[k_at_.slot()], k_at_.parity());
     __syncwarp();  // one lane speaks for its warp: all of it must have seen the slot full
     release(smem_.k_slots, k_at_);
-    mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
+    mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
     __syncwarp();
     release(smem_.v_slots, v_at_);
   }
   FA_DEVICE void pass_query() {
-    mbarrier_wait(&smem_.q_slots.full[q_at_.slot], q_at_.parity);
+    mbarrier_wait(&smem_.q_slots.full[q_at_.slot()], q_at_.parity());
     __syncwarp();
     release(smem_.q_slots, q_at_);
   }
@@ -101,7 +104,7 @@ class FwdStep {
   // Every lane of the warp has read the tile's description.
   FA_DEVICE void retire(int tile_slot) const {
     __syncwarp();
-    if (thread_ % 32 == 0) mbarrier_arrive(&smem_.tile_slots.empty[tile_slot]);
+    if (thread_.leader()) mbarrier_arrive(&smem_.tile_slots.empty[tile_slot]);
   }
 
   FA_DEVICE int warpgroup() const { return turns_.warpgroup; }
@@ -129,6 +132,7 @@ class FwdStep {
   FA_DEVICE void first_behind(int n) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ of this tile
+    if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V of the tile before
     turns_.pass_turn();
     wait_products<1>();
@@ -144,34 +148,45 @@ class FwdStep {
     store_pending(done);
   }
 
+  // The last product of a tile by itself. The turn is held, and passed on.
+  FA_DEVICE void finish() {
+    if constexpr (kRescaleLate) rescale_output();
+    issue_pv();
+    turns_.pass_turn();
+    wait_products<0>();
+    cute::warpgroup_fence_operand(o_);
+    release(smem_.v_slots, v_at_);
+    store_pending(softmax_);
+  }
+
   FA_DEVICE void store_pending(OnlineSoftmax<2>& softmax) {
-    const FwdTile& done = smem_.tiles[pending_slot_];
-    epilogue_.store(o_, softmax, done, smem_.output_rows(q_at_.slot, 0));
+    const int slot = kCarry ? pending_slot_ : tile_slot_;
+    epilogue_.store(o_, softmax, smem_.tiles[slot], smem_.output_rows(q_at_.slot(), 0));
     if constexpr (!T::kOwnOutput) {
       epilogue_.drain();
       __syncwarp();
       release(smem_.q_slots, q_at_);
     }
-    retire(pending_slot_);
+    retire(slot);
     pending_slot_ = -1;
   }
 
   // Row of the tile that belongs to view row 0 of this thread.
-  FA_DEVICE int first_row() const { return thread_ / 32 * 16 + thread_ % 32 / 4; }
+  FA_DEVICE static int first_row(int thread) { return thread / 32 * 16 + thread % 32 / 4; }
 
   template <int kPending>
   FA_DEVICE static void wait_products() {
     cute::warpgroup_wait<kPending>();
   }
 
-  template <int kSlots>
-  FA_DEVICE void release(SlotBarriers<kSlots>& slots, SlotCursor<kSlots>& at) {
-    if (thread_ % 32 == 0) mbarrier_arrive(&slots.empty[at.slot]);
+  template <int kSlots, class Cursor>
+  FA_DEVICE void release(SlotBarriers<kSlots>& slots, Cursor& at) {
+    if (thread_.leader()) mbarrier_arrive(&slots.empty[at.slot()]);
     at.advance();
   }
 
   FA_DEVICE void issue_qk() {
-    mbarrier_wait(&smem_.k_slots.full[k_at_.slot], k_at_.parity);
+    mbarrier_wait(&smem_.k_slots.full[k_at_.slot()], k_at_.parity());
     auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q),
                                typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k),
@@ -185,14 +200,15 @@ class FwdStep {
     mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<2>(a); ++i) {
-      cute::gemm(mma, a(cute::_, cute::_, i, q_at_.slot), b(cute::_, cute::_, i, k_at_.slot), s_);
+      cute::gemm(mma, a(cute::_, cute::_, i, q_at_.slot()), b(cute::_, cute::_, i, k_at_.slot()),
+                 s_);
       mma.accumulate_ = cute::GMMA::ScaleOut::One;
     }
     cute::warpgroup_commit_batch();
   }
 
   FA_DEVICE void issue_pv() {
-    mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
+    mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
                                typename T::LayoutVt{});  // (dim_v, tile_n, stage)
     auto slice = MmaPv{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
@@ -204,7 +220,7 @@ class FwdStep {
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<2>(p_); ++i)
-      cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot), o_);
+      cute::gemm(mma, p_(cute::_, cute::_, i), b(cute::_, cute::_, i, v_at_.slot()), o_);
     cute::warpgroup_commit_batch();
   }
 
@@ -217,8 +233,9 @@ class FwdStep {
 
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
-    mask().template apply<64>(view, tile().seq.m_first + first_row(),
-                              n * T::kTileN + acc_first_col(thread_ % 32));
+    const int thread = thread_.index();
+    mask().template apply<64>(view, tile().seq.m_first + first_row(thread),
+                              n * T::kTileN + acc_first_col(thread % 32));
   }
 
   FA_DEVICE void update() {
@@ -254,9 +271,9 @@ class FwdStep {
     }
   }
   FA_DEVICE void scrub(int n) {
-    mbarrier_wait(&smem_.v_slots.full[v_at_.slot], v_at_.parity);
-    scrub_rows(smem_.v + v_at_.slot * T::kTileN * T::kDimV, tile().keys_lo - n * T::kTileN,
-               tile().keys_hi - n * T::kTileN, thread_);
+    mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
+    scrub_rows(smem_.v + v_at_.slot() * T::kTileN * T::kDimV, tile().keys_lo - n * T::kTileN,
+               tile().keys_hi - n * T::kTileN, thread_.index());
     fence_async_shared();
     sync<T::kConsumers * kWarpgroupThreads>(Barrier::kScrub);
   }
@@ -265,12 +282,12 @@ class FwdStep {
   typename T::Turns turns_;
   FwdEpilogue<Row> epilogue_;
   float scale_log2_;
-  int thread_;  // among the consumers
+  typename T::Thread thread_;
   int tile_slot_ = 0,
       pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
   OnlineSoftmax<2> softmax_;
   SlotCursor<T::kQSlots> q_at_{0};
-  SlotCursor<T::kStages> k_at_{0}, v_at_{0};
+  typename T::template Cursor<T::kWideOutput, T::kStages> k_at_{0}, v_at_{0};
   typename T::ScoreAcc s_;       // ((2, 2, tile_n / 8), 1, 1)
   typename T::OutputAcc o_;      // ((2, 2, dim_v / 8), 1, 1)
   typename T::Probabilities p_;  // (MMA, 1, MMA_K): 16-bit

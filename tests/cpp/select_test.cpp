@@ -1,5 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Does each call get the row it should, and does a refusal say why and what would be needed?
+#include <string>
+#include <vector>
+
 #include "tests/cpp/check.h"
 #include "tests/cpp/fixture.h"
 
@@ -8,9 +11,9 @@ using namespace fa::test;
 
 namespace {
 
-void expect_row(const Call& call, const char* id,
+void expect_row(const Call& call, const char* id, Table table = kTable,
                 std::source_location at = std::source_location::current()) {
-  const Planned p = plan_call(call);
+  const Planned p = plan_call(call, table);
   expect(p.id() == id, at, "row is \"%s\", expected \"%s\"", p.id().c_str(), id);
 }
 
@@ -65,6 +68,45 @@ void rows_by_dim() {
                  "head dim of q and k 128 < 192");
   expect_refused(Call(1, 64, 64, 1, 1, 192).h200(), FA_ERROR_UNSUPPORTED,
                  "sm90_fwd_bf16_d192_band,90,fwd,bf16,bf16,192,192,band,scale,tma,tma,");
+}
+
+// Beside rows for wider heads, a call takes the narrowest that holds it.
+void rows_of_wide_heads() {
+  constexpr auto wide = [](MaskKind mask, int dim_v, int tile_n) {
+    KernelConfig row = hopper_row(kBf16, dim_v == 256 ? 256 : 192, mask);
+    row.head_dim_v = dim_v;
+    row.tile_n = tile_n;
+    return row;
+  };
+  static constexpr std::array kWide = {
+      entry("d256_band", wide(MaskKind::kBand, 256, 64), 198000),
+      entry("d256_none", wide(MaskKind::kNone, 256, 64), 198000),
+      entry("d192x128_band", wide(MaskKind::kBand, 128, 128), 214000),
+      entry("d192x128_none", wide(MaskKind::kNone, 128, 128), 214000),
+  };
+  std::vector<const KernelEntry*> table;
+  for (const KernelEntry& row : kWide) table.push_back(&row);
+  table.insert(table.end(), kTable.begin(), kTable.end());
+  const auto row_of = [](int dim, int dim_v) {
+    return dim_v > 128 || dim > 192 ? "d256"
+           : dim > 128              ? "d192x128"
+           : dim_v > 64 || dim > 64 ? "sm90_fwd_bf16_d128"
+                                    : "sm90_fwd_bf16_d64";
+  };
+  for (int dim : {8, 64, 72, 128, 136, 192, 200, 256})
+    for (int dim_v : {8, 64, 72, 128, 136, 192, 200, 256})
+      for (bool causal : {false, true})
+        for (bool invariant : {false, true})
+          for (int length : {1, 64, 128, 200, 1024, 16384}) {
+            Call call(2, length, length, 8, 8, dim);
+            call.params.shape.dim_v = dim_v;
+            call.params.options.batch_invariant = invariant;
+            if (causal) call.causal();
+            const std::string mask = causal && (length > 1 || invariant) ? "_band" : "_none";
+            expect_row(call.h200(), (row_of(dim, dim_v) + mask).c_str(), Table(table));
+          }
+  expect_refused(Call(2, 512, 512, 8, 8, 256).a100(), FA_ERROR_UNSUPPORTED,
+                 "needs compute capability 9.x", Table(table));
 }
 
 void rows_by_device() {
@@ -180,6 +222,7 @@ void batch_invariance() {
 int main() {
   rows_by_mask();
   rows_by_dim();
+  rows_of_wide_heads();
   rows_by_device();
   hopper_takes_device_lengths();
   hopper_falls_back();

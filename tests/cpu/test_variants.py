@@ -27,12 +27,13 @@ def test_the_table_is_sound_and_aligned():
     assert gv.parse(gv.format_table(ROWS)) == ROWS
 
 
-def test_first_light_has_its_rows():
+def test_the_forward_has_its_rows():
     ids = {r.id for r in ROWS}
     for dtype in ("bf16", "fp16"):
-        for dim in ("d64", "d128"):
+        for dim in ("d64", "d128", "d192x128", "d256"):
             for mask in ("none", "band"):
                 assert f"sm90_fwd_{dtype}_{dim}_{mask}" in ids
+        for dim in ("d64", "d128"):
             assert f"sm80_fwd_{dtype}_{dim}_band" in ids
 
 
@@ -175,3 +176,11 @@ def test_the_library_holds_rows_of_the_table():
             int(line.tile_n),
         )
         assert (row.dim_qk, row.dim_v) == (int(line.d_qk), int(line.d_v))
+
+
+def test_only_unusual_widths_pay_for_the_large_header():
+    macro = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n#include"
+    for row in ROWS:
+        unusual = row.arch == "90" and not {row.tile_n, row.d_v} <= {"64", "128", "192", "256"}
+        assert (macro in gv.unit_text(row)) == unusual, row.id
+    assert any(macro in gv.unit_text(row) for row in ROWS)
