@@ -18,9 +18,10 @@ except ImportError as _error:
         "(pip install torch); fa itself does not choose a build of torch for you."
     ) from _error
 
-if tuple(int(_part) for _part in _torch.__version__.split(".")[:2]) < (2, 10):
+_found = getattr(_torch, "__version__", "0.0 (a folder named torch, not PyTorch)")
+if tuple(int(_part) for _part in _found.split(" ")[0].split(".")[:2]) < (2, 10):
     raise ImportError(
-        f"fa needs PyTorch 2.10 or newer, and {_torch.__version__} is installed. "
+        f"fa needs PyTorch 2.10 or newer, and {_found} is what `import torch` finds. "
         "Upgrade it (pip install --upgrade torch)."
     )
 

@@ -191,7 +191,8 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
     if heads_k == 0 or heads_q == 0 or heads_q % heads_k:
         raise ValueError(
             f"q: {heads_q} heads are not a positive multiple of k's {heads_k}. Query head h reads "
-            "key head h // (heads_q / heads_k); repeat or drop heads."
+            "key head h // (heads_q / heads_k); repeat or drop heads. Tensors are [B, S, H, D]: "
+            "pass the [B, H, S, D] of SDPA as .transpose(1, 2)."
         )
     batch = q.shape[0] if cu_q is None else cu_q.shape[0] - 1
     kv_index, table = options.get("kv_batch_idx"), options.get("page_table")

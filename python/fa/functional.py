@@ -108,6 +108,7 @@ class ForwardOutPacket(type(_FORWARD)):  # type: ignore[misc]
 _FORWARD.__class__ = ForwardPacket
 torch.ops.fa.forward_out.__class__ = ForwardOutPacket
 
+_OPTIONS = [a.name for a in torch.ops.fa.forward.default._schema.arguments if a.kwarg_only]
 _PAD, _UNSUPPORTED = "fa: pad: ", "fa: not supported: "
 
 
@@ -116,6 +117,14 @@ def _typed(error: RuntimeError) -> Exception:
     text = str(error)
     if isinstance(error, NotImplementedError):
         return error
+    if "Unknown keyword argument" in text:
+        name = text.split("'")[1]
+        known = ", ".join(_OPTIONS)
+        return TypeError(
+            f'"{name}" is not an option of fa::forward. Options are {known}. (Instead of is_causal '
+            "take causal, aligned at the bottom right; of scale, softmax_scale; enable_gqa is not "
+            "needed; a mask of scores does not exist.)"
+        )
     if "Expected a value of type" in text:
         text = text.split("\nPosition")[0].replace("::_forward_dense()", "::forward()")
         return TypeError(text.replace("::_forward()", "::forward()"))

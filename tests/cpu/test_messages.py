@@ -522,3 +522,12 @@ def test_import_of_an_incomplete_package(tmp_path: Path) -> None:
 def test_version_is_the_projects() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert f'version = "{fa.__version__}"' in text
+
+
+@pytest.mark.parametrize("call", [fa.attention, torch.ops.fa.forward], ids=["function", "operator"])
+def test_an_option_of_another_library_is_refused_by_name(call):
+    with pytest.raises(
+        TypeError, match='"is_causal" is not an option.*causal, window_left'
+    ) as caught:
+        call(Q, K, V, is_causal=True)
+    assert "take causal" in str(caught.value)

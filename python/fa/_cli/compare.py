@@ -316,7 +316,11 @@ def table(results: dict[str, Result], size: Sizes) -> str:
 
     rows.append((f"prefill of {size.prefill} tokens", *(seconds(r.prefill.seconds) for r in each)))
     rows.append(("  peak memory", *memory([r.prefill.peak_bytes for r in each])))
-    made = [f"{len(r.tokens)} in {seconds(r.seconds)}" for r in each]
+    made = [
+        f"{len(r.tokens)} in {seconds(r.seconds)}"
+        + (" (time limit)" if r.seconds >= GENERATION_LIMIT_S else "")
+        for r in each
+    ]
     rows.append(("greedy generation, tokens", *made))
     rows.append(("  peak memory", *memory([r.peak_bytes for r in each])))
     widths = [max(len(r[i]) for r in rows) for i in range(3)]

@@ -18,7 +18,7 @@ from fa._cli import compare, fetch, info, lengths
 
 DESCRIPTION = """\
 1. What GPU, what build, what would run.
-2. A real model (SmolLM2-135M-Instruct; downloaded once, 93 MB) with eager attention and with fa's:
+2. A real model (SmolLM2-135M-Instruct; downloaded once, 98 MB) with eager attention and with fa's:
    the same tokens, the largest logit difference, time and peak memory.
 3. Why: standard attention against fa as the sequence grows, as a table and a PNG picture.
 """
@@ -192,7 +192,7 @@ def run_table(options: argparse.Namespace, plan: lengths.Plan) -> bool:
     print(lengths.table(lines))
     print(
         "\n  Standard attention holds the N x N scores; fa holds one tile of them at a time.\n"
-        "  Memory is counted beyond q, k and v."
+        "  Ratio: standard to fa; above 1, fa is faster or smaller. Memory: beyond q, k and v."
     )
     try:
         from fa._cli.plot import write_plot
