@@ -146,6 +146,7 @@ std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& devic
   if (plan.grid == 0) lines += "note       no query row: nothing is launched\n";
   if (falls_back(plan, p, device)) {
     lines += "fallback   a Hopper GPU runs an Ampere row, because no Hopper row fits:\n";
+    const size_t before = lines.size();
     for (const KernelEntry* entry : table) {
       const uint32_t bits = misfits(*entry, p, device);
       // Rows of other dtypes or sizes are no answer to "why not"; every build has several of them.
@@ -156,6 +157,8 @@ std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& devic
       lines += std::string("           ") + entry->id + ": " +
                why_not(*entry, p, device, reasons, sizeof(reasons)) + "\n";
     }
+    if (lines.size() == before)
+      lines += "           this build has none of this dtype and these head dims\n";
   }
   return lines;
 }

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which grid, tile order and kernel arguments does a call get on a nominal H200 and A100?
 #include <string>
+#include <vector>
 
 #include "kernels_common/device/tile_scheduler.h"
 #include "tests/cpp/check.h"
@@ -138,6 +139,13 @@ void description() {
        {"row        sm80_fwd_bf16_d128_band", "tiles      128 x 64, 4 row tiles x 16 heads = 64",
         "grid       64 blocks", "fallback   a Hopper GPU runs an Ampere row",
         "sm90_fwd_bf16_d128_band: a stride of 2^40 bytes or more does not fit a tensor map"})
+    expect_contains(text, part);
+  std::vector<const KernelEntry*> ampere;  // a build for 8.0 alone, on a Hopper GPU
+  for (const KernelEntry* entry : kTable)
+    if (entry->config.arch == 80) ampere.push_back(entry);
+  p = plan_call(Call(2, 512, 512, 8, 8, 128).h200(), ampere);
+  text = describe(p.plan, p.problem, p.device, ampere);
+  for (const char* part : {"fallback   a Hopper GPU runs an Ampere row", "this build has none"})
     expect_contains(text, part);
   p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());
   text = describe(p.plan, p.problem, p.device, kTable);
