@@ -12,6 +12,7 @@ Callers have checked shapes, dtypes and option values; only what stands in tenso
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ from fa._layout import accumulation_dtype, empty_like_order, out_dtypes
 __all__ = ["backward", "combine", "combine_backward", "empty_like_order", "forward"]
 
 
-def forward(
+def _problem(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -51,16 +52,8 @@ def forward(
     dropout_p: float = 0.0,
     philox_seed_offset: Tensor | None = None,
     batch_invariant: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse): the meaning of `fa::forward`, computed where the tensors are.
-
-    q [B, Sq, Hq, D] or [total_q, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], or packed, or pages
-    [num_pages, page_size, Hkv, D] with page_table [rows, pages], of which sequence b reads row b or
-    kv_batch_idx[b]; out as q with Dv, in `out_dtype` (default q's, of e4m3 bf16), dense in q's
-    dimension order; lse [B, Hq, Sq] or [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs).
-    Rows that see no key: out 0, lse -inf (with sinks: the sink); rows of no sequence: 0 and -inf.
-    """
+) -> Problem:
+    """The options that both passes compute by; names and defaults are those of `fa::forward`."""
     descales = None
     if any(t is not None for t in (q_descale, k_descale, v_descale)):
         batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
@@ -69,7 +62,7 @@ def forward(
             (q_descale, k_descale, v_descale),
             *(descale_block_q, descale_block_k),
         )
-    problem = Problem(
+    return Problem(
         q,
         k,
         v,
@@ -96,6 +89,26 @@ def forward(
             philox_seed_offset,
         ),
     )
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse): the meaning of `fa::forward`, computed where the tensors are.
+
+    q [B, Sq, Hq, D] or [total_q, Hq, D], k [B, Sk, Hkv, D], v [B, Sk, Hkv, Dv], or packed, or pages
+    [num_pages, page_size, Hkv, D] with page_table [rows, pages], of which sequence b reads row b or
+    kv_batch_idx[b]; out as q with Dv, in `out_dtype` (default q's, of e4m3 bf16), dense in q's
+    dimension order; lse [B, Hq, Sq] or [Hq, total_q], contiguous, fp32 (fp64 for fp64 inputs).
+    Rows that see no key: out 0, lse -inf (with sinks: the sink); rows of no sequence: 0 and -inf.
+    `options` are those of `_problem`.
+    """
+    problem = _problem(q, k, v, **options)
     with torch.no_grad():
         out = empty_like_order(
             q, (*q.shape[:-1], v.shape[-1]), out_dtype or out_dtypes(q.dtype)[0]
@@ -152,65 +165,24 @@ def backward(
     out: Tensor,
     lse: Tensor,
     *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None,
-    seqused_k: Tensor | None = None,
-    leftpad_k: Tensor | None = None,
-    kv_batch_idx: Tensor | None = None,
-    page_table: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_left: int = -1,
-    window_right: int = -1,
-    attention_chunk: int = 0,
-    softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    philox_seed_offset: Tensor | None = None,
-    batch_invariant: bool = False,
     out_dtype: torch.dtype | None = None,
     dlse: Tensor | None = None,
     grad_dtype: torch.dtype | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns (dq, dk, dv, dsinks) for the loss whose gradients of out and lse are dout and dlse.
 
     out and lse are the forward's; dlse has lse's shape. Gradients are dense in the dimension order
     of q, k and v, in `grad_dtype` (default: the inputs' dtypes); those of one GQA group are summed
     before rounding. dsinks has the sinks' dtype, and shape [0] without sinks. Always deterministic.
-    `out_dtype` only describes `out` and changes nothing here.
+    `out_dtype` only describes `out` and changes nothing here; `options` are those of `_problem`.
     """
     del out_dtype
-    problem = Problem(
-        q,
-        k,
-        v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        seqused_q=seqused_q,
-        seqused_k=seqused_k,
-        leftpad_k=leftpad_k,
-        kv_batch_idx=kv_batch_idx,
-        page_table=page_table,
-        batch_invariant=batch_invariant,
-        options=Options.of(
-            q,
-            alibi_slopes,
-            sinks,
-            softmax_scale,
-            causal,
-            window_left,
-            window_right,
-            attention_chunk,
-            softcap,
-            dropout_p,
-            philox_seed_offset,
-        ),
-    )
+    problem = _problem(q, k, v, **options)
+    sinks = problem.options.sinks
     with torch.no_grad():
         # Two sequences may read one cache row or page: their gradients meet in a buffer of sums.
-        shared = kv_batch_idx is not None or page_table is not None
+        shared = options.get("kv_batch_idx") is not None or problem.pages is not None
         kv_sum = problem.acc if shared else None
         dq = empty_like_order(q, q.shape, grad_dtype or q.dtype).zero_()
         dk = empty_like_order(k, k.shape, kv_sum or grad_dtype or k.dtype).zero_()
