@@ -253,6 +253,8 @@ def attention_varlen(
         k, v: [total_k, Hkv, D] and [total_k, Hkv, Dv].
         cu_seqlens_q, cu_seqlens_k: int32 [B + 1] on q's device. None: that side is dense, [B, S,
             H, D].
+            Each begins with 0, never decreases and ends within the tensor. On a GPU their values
+            are not read by the host, so not checked: others give wrong rows or an illegal access.
         max_seqlen_q, max_seqlen_k: hints for the choice of a kernel; results never depend on them.
         **options: as `attention`, including causal, window_size and return_lse.
 
