@@ -53,7 +53,6 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
         "turns": {k: f"Turns::k{k.title()}" for k in ("none", "gemm", "softmax")},
         "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted")},
-        "exp": {k: f"ExpKind::k{k.title()}" for k in ("mufu", "split")},
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1"},
     },

@@ -31,24 +31,32 @@ struct BandMask {
   Band band;
   int k_len;
 
-  template <int kSlabRows, class View>
-  FA_DEVICE void apply(View& view, int row, int col) const {
+  // Keys [begin, end) that row i sees, relative to the thread's first column `col`, so that the
+  // columns of a loop are immediates.
+  struct Columns {
+    int begin, end;
+  };
+  FA_DEVICE Columns columns(int i, int col) const {
     Band window = band;
     window.chunk = 0;
+    int begin = window.first_key(i) - col;
+    int end = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
+    if (band.chunk > 0) {  // one division a row, only where there are chunks
+      const int first = floor_div(i + band.shift, band.chunk) * band.chunk - col;
+      begin = max_of(begin, first);
+      end = min_of(end, first + band.chunk);
+    }
+    return Columns{begin, end};
+  }
+
+  template <int kSlabRows, class View>
+  FA_DEVICE void apply(View& view, int row, int col) const {
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(view); ++r) {
-      const int i = row + acc_row(r, kSlabRows);
-      // Relative to the thread's first column, so that the columns of the loop are immediates.
-      int begin = window.first_key(i) - col;
-      int end = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
-      if (band.chunk > 0) {  // one division a row, only where there are chunks
-        const int first = floor_div(i + band.shift, band.chunk) * band.chunk - col;
-        begin = max_of(begin, first);
-        end = min_of(end, first + band.chunk);
-      }
+      const Columns seen = columns(row + acc_row(r, kSlabRows), col);
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c)
-        if (acc_col(c) < begin || acc_col(c) >= end) view(r, c) = -INFINITY;
+        if (acc_col(c) < seen.begin || acc_col(c) >= seen.end) view(r, c) = -INFINITY;
     }
   }
 };

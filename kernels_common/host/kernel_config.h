@@ -17,10 +17,6 @@ enum class StepKind : int { kOverlap = 0, kSerial = 1 };           // column `st
 // Columns `knobs`: key=value, each a policy.
 enum class Turns : int { kNone = 0, kGemm = 1, kSoftmax = 2 };
 enum class Rescale : int { kAlways = 0, kVoted = 1 };
-enum class ExpKind : int {
-  kMufu = 0,
-  kSplit = 1
-};  // split: a quarter of the exponentials on the FMA units
 
 struct KernelConfig {
   int arch;  // 80, 90
@@ -38,7 +34,6 @@ struct KernelConfig {
   StepKind step;
   Turns turns = Turns::kNone;
   Rescale rescale = Rescale::kAlways;
-  ExpKind exp = ExpKind::kMufu;
   int q_slots = 1;  // Q buffers
   int o_buf = 0;  // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
 };

@@ -6,27 +6,14 @@
 
 namespace fa::sm90 {
 
-struct BandBits {
-  static constexpr bool kNeeded = true;
-  Band band;
-  int k_len;
-
+struct BandBits : BandMask {
   template <int kSlabRows, class View>
   FA_DEVICE void apply(View& view, int row, int col) const {
     constexpr int kCols = decltype(cute::size<1>(view))::value;
-    Band window = band;
-    window.chunk = 0;
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(view); ++r) {
-      const int i = row + acc_row(r, kSlabRows);
-      int begin = window.first_key(i) - col;
-      int end = min_of(k_len, min_of(window.last_key(i), kUnlimited - 1) + 1) - col;
-      if (band.chunk > 0) {  // one division a row, only where there are chunks
-        const int first = floor_div(i + band.shift, band.chunk) * band.chunk - col;
-        begin = max_of(begin, first);
-        end = min_of(end, first + band.chunk);
-      }
-      const int from = columns_before(begin), to = columns_before(end);
+      const Columns seen = columns(row + acc_row(r, kSlabRows), col);
+      const int from = columns_before(seen.begin), to = columns_before(seen.end);
       CUTE_UNROLL
       for (int word = 0; word < kCols; word += 32) {
         const uint32_t visible = low_bits(to - word) & ~low_bits(from - word);

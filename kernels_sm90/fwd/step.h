@@ -226,7 +226,7 @@ class FwdStep {
 
   FA_DEVICE typename T::Mask mask() const {
     if constexpr (T::Mask::kNeeded)
-      return BandBits{tile().band, tile().seq.k_len};
+      return BandBits{{tile().band, tile().seq.k_len}};
     else
       return NoMask{tile().seq.k_len};
   }
