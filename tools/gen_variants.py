@@ -56,7 +56,14 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1"},
     },
-    "bwd": {},
+    "bwd": {
+        "stages_do": {"1": "1", "2": "2"},
+        "stages_ds": {"1": "1", "2": "2"},
+        "swap_sdp": {"0": "0", "1": "1"},
+        "swap_dkv": {"0": "0", "1": "1"},
+        "swap_dq": {"0": "0", "1": "1"},
+        "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector", "bulk")},
+    },
 }
 
 

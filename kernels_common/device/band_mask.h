@@ -61,4 +61,38 @@ struct BandMask {
   }
 };
 
+// BandMask for a transposed tile: the view's rows are keys, its columns query rows. Also hides keys
+// behind k_len and rows behind q_len.
+struct TransposedBandMask {
+  Band band;
+  int q_len, k_len;
+
+  // Query rows [begin, end) that see key j, relative to the thread's first column `col`.
+  FA_DEVICE BandMask::Columns columns(int j, int col) const {
+    Band window = band;
+    window.chunk = 0;
+    int begin = window.first_row(j) - col;
+    int end =
+        j >= k_len ? begin : min_of(q_len, min_of(window.last_row(j), kUnlimited - 1) + 1) - col;
+    if (band.chunk > 0) {
+      const int first = floor_div(j, band.chunk) * band.chunk - band.shift - col;
+      begin = max_of(begin, first);
+      end = min_of(end, first + band.chunk);
+    }
+    return BandMask::Columns{begin, end};
+  }
+
+  // `view` (keys, query rows): scores; `key`, `row`: sequence position of the view's (0, 0).
+  template <int kSlabRows, class View>
+  FA_DEVICE void apply(View& view, int key, int row) const {
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(view); ++r) {
+      const BandMask::Columns seen = columns(key + acc_row(r, kSlabRows), row);
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c)
+        if (acc_col(c) < seen.begin || acc_col(c) >= seen.end) view(r, c) = -INFINITY;
+    }
+  }
+};
+
 }  // namespace fa

@@ -34,6 +34,21 @@ struct Band {
     if (chunk > 0) last = min_of(last, floor_div(pos, chunk) * chunk + chunk - 1);
     return last;
   }
+
+  // The transpose: query rows that see key j are [first_row(j), last_row(j)] cut to [0, q_len).
+  // Both grow with j.
+  FA_HOST_DEVICE constexpr int first_row(int j) const {
+    if (right >= kUnlimited && chunk == 0) return -kUnlimited;
+    int pos = right >= kUnlimited ? -kUnlimited : j - right;
+    if (chunk > 0) pos = max_of(pos, floor_div(j, chunk) * chunk);
+    return pos - shift;
+  }
+  FA_HOST_DEVICE constexpr int last_row(int j) const {
+    if (left >= kUnlimited && chunk == 0) return kUnlimited;
+    int pos = left >= kUnlimited ? kUnlimited : j + left;
+    if (chunk > 0) pos = min_of(pos, floor_div(j, chunk) * chunk + chunk - 1);
+    return pos - shift;
+  }
 };
 
 FA_HOST_DEVICE constexpr Band make_band(const BandArgs& args, int q_len, int k_len) {
@@ -63,6 +78,30 @@ FA_HOST_DEVICE constexpr KeyRange key_range(const Band& band, int q_first, int q
   const int full_begin = clamp_to(ceil_div(all_lo, tile_n), begin, end);
   return KeyRange{begin, full_begin, clamp_to(max_of(all_hi, 0) / tile_n, full_begin, end),
                   end,   any_lo,     any_hi};
+}
+
+// Blocks of tile_m query rows that see a tile of keys, as KeyRange. Blocks in [full_begin,
+// full_end) see every key of the tile and need no mask: none does where the tile reaches behind
+// k_len. [any_lo, any_hi) are the rows that see at least one of its keys.
+struct QueryRange {
+  int begin, full_begin, full_end, end;
+  int any_lo, any_hi;
+};
+
+// Keys [k_first, k_first + tile_n) of one sequence, k_first < k_len.
+FA_HOST_DEVICE constexpr QueryRange query_range(const Band& band, int k_first, int tile_n,
+                                                int q_len, int k_len, int tile_m) {
+  const int k_last = min_of(k_first + tile_n, k_len) - 1;
+  const int any_lo = max_of(0, band.first_row(k_first));
+  const int any_hi = min_of(q_len, min_of(band.last_row(k_last), kUnlimited - 1) + 1);
+  if (any_lo >= any_hi) return QueryRange{0, 0, 0, 0, 0, 0};
+  const int begin = any_lo / tile_m, end = ceil_div(any_hi, tile_m);
+  if (k_first + tile_n > k_len) return QueryRange{begin, end, end, end, any_lo, any_hi};
+  const int all_lo = max_of(0, band.first_row(k_last));
+  const int all_hi = min_of(q_len, min_of(band.last_row(k_first), kUnlimited - 1) + 1);
+  const int full_begin = clamp_to(ceil_div(all_lo, tile_m), begin, end);
+  return QueryRange{begin, full_begin, clamp_to(max_of(all_hi, 0) / tile_m, full_begin, end),
+                    end,   any_lo,     any_hi};
 }
 
 }  // namespace fa

@@ -10,7 +10,8 @@
 namespace fa {
 
 // Logit that only enters the denominators of head `head_q`; −inf where there are no sinks.
-FA_DEVICE float sink_of(const FwdArgs& args, int head_q) {
+template <class Args>
+FA_DEVICE float sink_of(const Args& args, int head_q) {
   if (args.sinks == nullptr) return -INFINITY;
   const int64_t at = head_q * args.sinks_stride;
   if (args.sinks_dtype == FA_FP32) return static_cast<const float*>(args.sinks)[at];

@@ -68,9 +68,70 @@ struct FwdArgs {
   int32_t sinks_dtype;  // fa_dtype
 };
 
+// Scores beyond the scale. Order: scale, softcap, ALiBi, mask.
+struct ScoreArgs {
+  float softcap;        // 0: none
+  const float* slopes;  // [B, Hq] or [Hq] (slopes_stride_batch 0), or null: no ALiBi
+  int64_t slopes_stride_batch, slopes_stride_head;
+};
+
+// Dropout of P: docs/numerics.md has the formula of the keep bit.
+struct DropoutArgs {
+  const int64_t* seed_offset;  // [2] on the device, or null: none
+  int32_t threshold;           // kept iff the byte of (batch, head, row, key) >= threshold
+  float keep_scale;            // 256 / (256 - threshold): what a kept P is multiplied by
+};
+
+// Threads of the kernels around the backward's main one.
+inline constexpr int kBwdRowThreads = 256;
+
+// The workspace of a backward. Query rows are padded per sequence to whole tiles of the row's
+// tile_m; workspace_tile() of seq_info.h numbers the tiles. Prepare fills it, the main kernel reads
+// the statistics and adds to the sums, convert reads the sums.
+struct BwdWorkspace {
+  float* lse_log2;  // [tile, tile_m]: LSE * log2(e); +inf where no key is seen or the row is none
+                    // of the sequence's, so that exp2(score - lse_log2) is 0
+  float* delta;     // [tile, tile_m]: rowsum(dO * O) - dlse; 0 for those rows
+  float* dq_sum;   // [tile, tile_m * head_dim_qk of the table row], zeroed; the order inside a tile
+                   // is the kernel's DqOrder. Unscaled: convert multiplies by the softmax scale
+  int32_t* turns;  // [tile], zeroed: key tiles that have added to a dQ tile; null if not
+                   // deterministic
+  float* dsinks;   // [tile]: a tile's part of its head's dsinks; null: not wanted
+};
+
+struct BwdArgs {
+  TensorArg q, k, v, out, dout, dq, dk, dv;
+  const float* lse;   // [B, Hq, Sq] or packed [Hq, total_q]
+  const float* dlse;  // as lse, or null: zero
+  int64_t lse_stride_batch, lse_stride_head;
+  int64_t dlse_stride_batch, dlse_stride_head;
+  SeqArgs seq;
+  BandArgs band;
+  TileOrder rows;   // query tiles of tile_m rows, heads = batch * heads_q (packed q: heads_q)
+  TileOrder order;  // key tiles of tile_n keys, heads = batch * heads_k (packed k: heads_k)
+  BwdWorkspace work;
+  int32_t heads_q, heads_k, group;    // group = heads_q / heads_k
+  int32_t dim_qk, dim_v;              // real dims, <= the row's head dims, multiples of 8
+  int32_t out_fp32, dout_fp32;        // 1: fp32, else the dtype of q
+  int32_t dq_fp32, dk_fp32, dv_fp32;  // 1: the gradient is stored as fp32, else in the dtype of q
+  int32_t accumulate;                 // 1: gradients are added to what the buffers hold
+  int32_t deterministic;              // 1: dQ tiles are added to in ascending order of key tiles
+  float scale_log2;                   // softmax scale * log2(e)
+  float scale;                        // softmax scale
+  ScoreArgs score;
+  DropoutArgs dropout;
+  const void* sinks;  // [Hq] or null
+  int64_t sinks_stride;
+  int32_t sinks_dtype;  // fa_dtype
+  float* dsinks;        // [Hq] or null
+};
+
 struct LaunchArgs {
-  FwdArgs fwd;
-  int32_t grid;      // thread blocks
+  union {
+    FwdArgs fwd;
+    BwdArgs bwd;
+  };
+  int32_t grid;      // thread blocks of the main kernel
   int32_t sm_count;  // of the device
 };
 

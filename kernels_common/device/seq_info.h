@@ -63,4 +63,54 @@ FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_
   return s;
 }
 
+// The same for a tile of keys: which query rows can see it, and which of its rows are real keys.
+struct KeyTileInfo {
+  int batch;             // of the slopes and of dropout
+  int q_batch, k_batch;  // index into the batch stride (0 when packed)
+  int q_begin, q_len;    // rows of q, out, dout, lse that take part
+  int q_tile;            // workspace tile of the sequence's first rows, inside its head
+  int k_begin, k_len;    // first real key row (left padding skipped), real keys
+  int n_first;           // first key of this tile, counted from k_begin; >= k_len: nothing to do
+};
+
+// `n` and `batch` come from key_tile_coord (packed k: batch is ignored, n runs over the padded list
+// of tiles). Tiles start at the first real key; rows of k that are no key have no tile.
+FA_HOST_DEVICE KeyTileInfo key_tile_info(const SeqArgs& args, int n, int batch, int tile_m,
+                                         int tile_n) {
+  KeyTileInfo t{};
+  int b = batch, slot_k = args.seqlen_k;
+  if (args.cu_k != nullptr) {
+    b = find_sequence(args.cu_k, args.batch, tile_n, n);
+    if (b == args.batch) return t;  // rows of no sequence: n_first = k_len = 0
+    t.k_begin = args.cu_k[b];
+    slot_k = args.cu_k[b + 1] - t.k_begin;
+    t.n_first = (n - packed_offset(t.k_begin, b, tile_n)) * tile_n;
+  } else {
+    t.k_batch = b;
+    t.n_first = n * tile_n;
+  }
+  t.batch = b;
+  const int used = args.used_k == nullptr ? slot_k : clamp_to(args.used_k[b], 0, slot_k);
+  const int pad = args.leftpad_k == nullptr ? 0 : max_of(args.leftpad_k[b], 0);
+  t.k_len = max_of(used - pad, 0);
+  t.k_begin += pad;
+  int slot_q = args.seqlen_q;
+  if (args.cu_q != nullptr) {
+    t.q_begin = args.cu_q[b];
+    slot_q = args.cu_q[b + 1] - t.q_begin;
+    t.q_tile = packed_offset(t.q_begin, b, tile_m);
+  } else {
+    t.q_batch = b;
+  }
+  t.q_len = args.used_q == nullptr ? slot_q : clamp_to(args.used_q[b], 0, slot_q);
+  return t;
+}
+
+// Number of the workspace tile of query block m of a sequence; rows and sums of a tile lie together
+// (launch_args.h, BwdWorkspace). Packed: q_batch is 0.
+FA_HOST_DEVICE int64_t workspace_tile(const BwdArgs& args, const KeyTileInfo& t, int head_q,
+                                      int m) {
+  return int64_t(t.q_batch * args.heads_q + head_q) * args.rows.tiles_m + t.q_tile + m;
+}
+
 }  // namespace fa

@@ -35,11 +35,13 @@ cudaError_t allow_shared_memory(const void* function, int bytes) {
   return error;
 }
 
-// `parameter`: the kernel's only argument.
+// `parameter`: the kernel's only argument. `smem_bytes`: dynamic shared memory; 0 leaves the
+// kernel's attributes alone. One kernel of a row may have some.
 template <class Row>
 fa_status launch_row(const void* function, int grid, int threads, int smem_bytes, void* parameter,
                      void* stream) {
-  cudaError_t error = allow_shared_memory<Row>(function, smem_bytes);
+  cudaError_t error =
+      smem_bytes == 0 ? cudaSuccess : allow_shared_memory<Row>(function, smem_bytes);
   if (error == cudaSuccess) {
     void* parameters[] = {parameter};
     error = cudaLaunchKernel(function, dim3(grid), dim3(threads), parameters, smem_bytes,

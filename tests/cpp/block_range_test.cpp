@@ -66,6 +66,61 @@ void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, in
   }
 }
 
+// The transpose, for one tile of keys against every query row.
+void check_key_tile(const BandArgs& m, int q_len, int k_len, int k_first, int tile_m, int tile_n) {
+  const Band band = make_band(m, q_len, k_len);
+  const QueryRange r = query_range(band, k_first, tile_n, q_len, k_len, tile_m);
+  const auto say = [&](bool holds, const char* what, int block, std::source_location at) {
+    expect(holds, at,
+           "%s: query block %d of %d rows, keys from %d, tile_n %d, q_len %d, k_len %d, left %d, "
+           "right %d, chunk %d, top_left %d",
+           what, block, tile_m, k_first, tile_n, q_len, k_len, m.left, m.right, m.chunk,
+           m.top_left);
+  };
+  int lo = q_len, hi = 0;
+  for (int block = 0; block < ceil_div(q_len, tile_m); ++block) {
+    bool any = false, all = true;
+    for (int i = block * tile_m; i < (block + 1) * tile_m; ++i)
+      for (int j = k_first; j < k_first + tile_n; ++j) {
+        const bool seen = i < q_len && visible(m, q_len, k_len, i, j);
+        any |= seen;
+        all &= seen;
+        if (seen) lo = min_of(lo, i), hi = max_of(hi, i + 1);
+      }
+    const bool in = block >= r.begin && block < r.end;
+    const bool full = block >= r.full_begin && block < r.full_end;
+    say(in == any, "range and visibility disagree", block, here());
+    say(full == all, "unmasked blocks and full visibility disagree", block, here());
+    // Both passes agree on the pairs of tiles: the turns of a deterministic backward count on it.
+    const int first = block * tile_m, last = min_of(first + tile_m, q_len) - 1;
+    const KeyRange keys = key_range(band, first, last, k_len, tile_n);
+    say(in == (k_first / tile_n >= keys.begin && k_first / tile_n < keys.end),
+        "query range and key range disagree", block, here());
+  }
+  say(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
+      "the bounds are ordered", r.begin, here());
+  say(lo < hi ? r.any_lo == lo && r.any_hi == hi : r.begin == r.end && r.any_lo == r.any_hi,
+      "rows that see a key of the tile", r.any_lo, here());
+  for (int j = k_first; j < min_of(k_first + tile_n, k_len); ++j)
+    for (int i = 0; i < q_len; ++i)
+      say(visible(m, q_len, k_len, i, j) == (i >= band.first_row(j) && i <= band.last_row(j)),
+          "first_row and last_row", i, here());
+}
+
+void check_query_ranges() {
+  for (int q_len = 0; q_len <= 7; ++q_len)
+    for (int k_len = 1; k_len <= 7; ++k_len)
+      for (int left : {-1, 0, 1, 2, 5, 20})
+        for (int right : {-1, 0, 1, 3, 20})
+          for (int chunk : {0, 1, 3, 4, 16})
+            for (int top_left : {0, 1})
+              for (int tile_m = 1; tile_m <= 3; ++tile_m)
+                for (int tile_n = 1; tile_n <= 3; ++tile_n)
+                  for (int first = 0; first < k_len; first += tile_n)
+                    check_key_tile(BandArgs{left, right, chunk, top_left}, q_len, k_len, first,
+                                   tile_m, tile_n);
+}
+
 void check_ranges() {
   for (int q_len = 1; q_len <= 7; ++q_len)
     for (int k_len = 0; k_len <= 9; ++k_len)
@@ -89,7 +144,12 @@ constexpr bool extremes_hold() {
       key_range(make_band(BandArgs{big, big, kUnlimited, 0}, big, big), 0, big - 1, big, 128);
   const KeyRange chunk =
       key_range(make_band(BandArgs{-1, -1, kUnlimited, 0}, big, 8), 0, big - 1, 8, 128);
-  return causal.end == 1 && wide.any_hi == big && chunk.end == 1;
+  const QueryRange rows =
+      query_range(make_band(BandArgs{0, big, 0, 0}, big, 1), 0, 128, big, 1, 128);
+  const QueryRange all =
+      query_range(make_band(BandArgs{big, big, kUnlimited, 0}, big, big), 0, 128, big, big, 128);
+  return causal.end == 1 && wide.any_hi == big && chunk.end == 1 && rows.any_lo == 0 &&
+         all.any_hi == big;
 }
 static_assert(extremes_hold());
 
@@ -159,6 +219,54 @@ void check_packed_tiles() {
     }
 }
 
+// Every real key has exactly one tile, and the workspace tile of its queries is the one that the
+// query side enumerates.
+void check_packed_keys(const std::vector<int32_t>& cu_k, const std::vector<int32_t>& cu_q, int tail,
+                       int tile_m, int tile_n) {
+  const int batch = static_cast<int>(cu_k.size()) - 1;
+  BwdArgs args{};
+  args.heads_q = 1;
+  SeqArgs& seq = args.seq;
+  seq.cu_k = cu_k.data();
+  seq.cu_q = cu_q.data();
+  seq.batch = batch;
+  seq.total_k = cu_k.back() + tail;
+  seq.total_q = cu_q.back() + tail;
+  args.rows.tiles_m = packed_tiles(seq.total_q, batch, tile_m);
+  std::vector<int> seen(static_cast<size_t>(seq.total_k), 0);
+  const TileOrder order{packed_tiles(seq.total_k, batch, tile_n), 1, 1,
+                        packed_tiles(seq.total_k, batch, tile_n)};
+  int last = -1;
+  for (int index = 0; index < order.num_tiles; ++index) {
+    const TileCoord at = key_tile_coord(order, index);
+    expect(at.m == last + 1, "key tiles in ascending order");
+    last = at.m;
+    const KeyTileInfo t = key_tile_info(seq, at.m, 0, tile_m, tile_n);
+    for (int j = t.n_first; j < min_of(t.n_first + tile_n, t.k_len); ++j)
+      ++seen[static_cast<size_t>(t.k_begin + j)];
+    for (int m = 0; t.n_first < t.k_len && m < ceil_div(t.q_len, tile_m); ++m) {
+      const SeqInfo s = seq_info(seq, static_cast<int>(workspace_tile(args, t, 0, m)), 0, tile_m);
+      expect(s.q_begin == t.q_begin && s.m_first == m * tile_m && s.k_begin == t.k_begin &&
+                 s.k_len == t.k_len && s.q_len == t.q_len,
+             "the workspace tile of a key tile's queries");
+    }
+  }
+  for (int j = 0; j < seq.total_k; ++j)
+    fa::test::expect_equal(seen[static_cast<size_t>(j)], j < cu_k.back() ? 1 : 0,
+                           "visits of a packed key");
+}
+
+void check_key_tiles() {
+  for (int tile_m = 1; tile_m <= 3; ++tile_m)
+    for (int tile_n = 1; tile_n <= 3; ++tile_n)
+      for (int tail = 0; tail <= 3; ++tail)
+        for (int a = 0; a <= 4; ++a)
+          for (int b = 0; b <= 4; ++b)
+            for (int c = 0; c <= 4; ++c)
+              check_packed_keys({0, a, a + b, a + b + c}, {0, c, c + a, a + b + c}, tail, tile_m,
+                                tile_n);
+}
+
 void check_lengths() {
   const int32_t cu_k[] = {0, 4, 9}, used_q[] = {9, 2}, used_k[] = {3, 7}, pad[] = {1, 9},
                 index[] = {5, 6};
@@ -190,8 +298,10 @@ void check_lengths() {
 
 int main() {
   check_ranges();
+  check_query_ranges();
   check_tile_order();
   check_packed_tiles();
+  check_key_tiles();
   check_lengths();
   return fa::test::report("block_range_test");
 }

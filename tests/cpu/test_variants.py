@@ -122,12 +122,15 @@ def test_a_unit_initialises_the_fields_in_declared_order():
     declared = []
     for line in re.findall(r"^\s+(?:int|\w+) ([^;]+);", struct, re.M):
         declared += [part.split("=")[0].strip() for part in line.split(",")]
-    every_knob = dataclasses.replace(
-        ROWS[0], knobs=" ".join(f"{k}={next(iter(v))}" for k, v in gv.KNOBS["fwd"].items())
-    )
-    given = re.findall(r"^\s+\.(\w+) = ", gv.unit_text(every_knob), re.M)
-    assert given == declared
-    needed = [name for name in declared if name not in gv.KNOBS["fwd"]]
+    knobs = {name for keys in gv.KNOBS.values() for name in keys}
+    needed = [name for name in declared if name not in knobs]
+    assert knobs <= set(declared)
+    for op, keys in gv.KNOBS.items():
+        every_knob = dataclasses.replace(
+            ROWS[0], op=op, knobs=" ".join(f"{k}={next(iter(v))}" for k, v in keys.items())
+        )
+        given = re.findall(r"^\s+\.(\w+) = ", gv.unit_text(every_knob), re.M)
+        assert given == [name for name in declared if name in needed or name in keys]
     for row in ROWS:
         given = re.findall(r"^\s+\.(\w+) = ", gv.unit_text(row), re.M)
         assert [name for name in given if name in needed] == needed
