@@ -69,7 +69,7 @@ struct FwdArgs {
 };
 
 // Scores beyond the scale. Order: scale, softcap, ALiBi, mask.
-struct ScoreArgs {
+struct BwdScoreArgs {
   float softcap;        // 0: none
   const float* slopes;  // [B, Hq] or [Hq] (slopes_stride_batch 0), or null: no ALiBi
   int64_t slopes_stride_batch, slopes_stride_head;
@@ -118,7 +118,7 @@ struct BwdArgs {
   int32_t deterministic;              // 1: dQ tiles are added to in ascending order of key tiles
   float scale_log2;                   // softmax scale * log2(e)
   float scale;                        // softmax scale
-  ScoreArgs score;
+  BwdScoreArgs score;
   DropoutArgs dropout;
   const void* sinks;  // [Hq] or null
   int64_t sinks_stride;
