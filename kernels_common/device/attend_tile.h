@@ -16,26 +16,26 @@ struct Unmasked {
 
 // From right to left. The rightmost block holds the ragged end of the keys, so it is always masked:
 // by first(), or, where Step::kFirstIsNext, by next(), which saves a copy of the body in the code.
-// The range must not be empty.
-template <class Mask, class Step>
-FA_DEVICE void attend_tile(Step& step, const KeyRange& range) {
+// The range must not be empty. `score` is handed on to the step: a policy of score.h.
+template <class Mask, class Step, class Score>
+FA_DEVICE void attend_tile(Step& step, const KeyRange& range, Score score) {
   int n = range.end - 1;
   if constexpr (requires { requires Step::kFirstIsNext; }) {
     int stop = Mask::kNeeded ? min_of(range.full_end, n) : n;
     while (true) {  // right edge, interior, left edge: both edges run through one loop
-      for (; n >= stop; --n) step.next(n, Masked{});
+      for (; n >= stop; --n) step.next(n, Masked{}, score);
       if (n < range.begin) break;
-      for (; n >= range.full_begin; --n) step.next(n, Unmasked{});
+      for (; n >= range.full_begin; --n) step.next(n, Unmasked{}, score);
       stop = range.begin;
     }
   } else {
-    step.first(n);
+    step.first(n, score);
     --n;
     if constexpr (Mask::kNeeded)
-      for (; n >= range.full_end; --n) step.next(n, Masked{});    // right edge of the band
-    for (; n >= range.full_begin; --n) step.next(n, Unmasked{});  // interior
+      for (; n >= range.full_end; --n) step.next(n, Masked{}, score);    // right edge of the band
+    for (; n >= range.full_begin; --n) step.next(n, Unmasked{}, score);  // interior
     if constexpr (Mask::kNeeded)
-      for (; n >= range.begin; --n) step.next(n, Masked{});  // left edge
+      for (; n >= range.begin; --n) step.next(n, Masked{}, score);  // left edge
   }
   step.last();
 }

@@ -50,6 +50,15 @@ struct TileOrder {
   int32_t num_tiles;  // tiles_m * heads
 };
 
+// Softcap and ALiBi; see score.h.
+struct ScoreArgs {
+  int32_t capped;       // 1: a softcap
+  float inner;          // multiplies products of q and k: scale / softcap / 2, or scale * log2(e)
+  float outer;          // with a softcap and ALiBi: 2 * softcap * log2(e)
+  const float* slopes;  // ALiBi, [B, Hq]; null: none
+  int64_t slopes_stride_batch, slopes_stride_head;  // elements
+};
+
 struct FwdArgs {
   TensorArg q, k, v, out;
   float* lse;  // [B, Hq, Sq] or packed [Hq, total_q]; null: not wanted
@@ -60,10 +69,11 @@ struct FwdArgs {
   int32_t heads_q, heads_k, group;  // group = heads_q / heads_k
   int32_t dim_qk, dim_v;            // real dims, <= the row's head dims, multiples of 8
   int32_t out_fp32;                 // 1: out holds fp32
-  float scale_log2;                 // softmax scale * log2(e)
-  float scale;                      // softmax scale
-  float rescale_limit;              // how far, in powers of two, a row's maximum may grow unheeded
-  const void* sinks;                // [Hq] or null: raw logits that only enter the denominator
+  ScoreArgs score;
+  float scale_log2;     // of what ScoreArgs leaves: softmax scale * log2(e), capped
+                        // 2 * softcap * log2(e), with ALiBi 1
+  float rescale_limit;  // how far, in powers of two, a row's maximum may grow unheeded
+  const void* sinks;    // [Hq] or null: raw logits that only enter the denominator
   int64_t sinks_stride;
   int32_t sinks_dtype;  // fa_dtype
 };
@@ -131,8 +141,7 @@ struct LaunchArgs {
     FwdArgs fwd;
     BwdArgs bwd;
   };
-  int32_t grid;      // thread blocks of the main kernel
-  int32_t sm_count;  // of the device
+  int32_t grid;  // thread blocks of the main kernel
 };
 
 }  // namespace fa

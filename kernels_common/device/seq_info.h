@@ -8,6 +8,7 @@
 namespace fa {
 
 struct SeqInfo {
+  int index;             // of the sequence in the call
   int q_batch, k_batch;  // index into the batch stride (0 when packed)
   int q_begin;           // first row of the sequence in q, out and lse
   int q_slot;  // rows of q that belong to the slot of this sequence; [q_len, q_slot) are written as
@@ -48,6 +49,7 @@ FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_
     s.q_slot = args.seqlen_q;
     s.m_first = m * tile_m;
   }
+  s.index = b;
   s.q_len = args.used_q == nullptr ? s.q_slot : clamp_to(args.used_q[b], 0, s.q_slot);
   int slot_k = args.seqlen_k;
   if (args.cu_k != nullptr) {

@@ -55,6 +55,27 @@ int grid_of(const KernelEntry& row, const Problem& p, const DeviceInfo& device, 
       std::min<int64_t>(num_tiles, int64_t{device.sm_count} * blocks_per_sm(row, device)));
 }
 
+constexpr float kLog2E = 1.4426950408889634f;
+
+// Beyond 1e30 a cap hides nothing, and its products with log2(e) and 2 stay finite.
+float cap_of(const Problem& p) { return std::min(p.softcap, 1e30f); }
+
+// 0 · inf would be NaN where a tiny cap meets a product of 0.
+ScoreArgs score_args(const Problem& p) {
+  const bool capped = p.softcap > 0;
+  return ScoreArgs{.capped = capped ? 1 : 0,
+                   .inner = capped ? std::min(p.scale / cap_of(p) / 2, 1e30f) : p.scale * kLog2E,
+                   .outer = capped ? 2 * cap_of(p) * kLog2E : 1.0f,
+                   .slopes = p.alibi_slopes,
+                   .slopes_stride_batch = p.alibi_stride_batch,
+                   .slopes_stride_head = p.alibi_stride_head};
+}
+
+float softmax_factor(const Problem& p) {
+  if (p.alibi()) return 1.0f;
+  return p.softcap > 0 ? 2 * cap_of(p) * kLog2E : p.scale * kLog2E;
+}
+
 bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
   return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
 }
@@ -75,7 +96,6 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
                 tiles_m, heads);
   plan->num_splits = 1;
   plan->workspace_bytes = 0;
-  plan->sm_count = device.sm_count;
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
   plan->grid = grid_of(row, p, device, num_tiles);
   const int section =
@@ -87,7 +107,6 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
 }
 
 LaunchArgs bind(const Plan& plan, const Problem& p) {
-  constexpr float kLog2E = 1.4426950408889634f;
   LaunchArgs args{};
   FwdArgs& f = args.fwd;
   f.q = p.q;
@@ -110,15 +129,14 @@ LaunchArgs bind(const Plan& plan, const Problem& p) {
   f.dim_qk = p.dim_qk;
   f.dim_v = p.dim_v;
   f.out_fp32 = p.out_dtype == DType::kFp32 ? 1 : 0;
-  f.scale = p.scale;
-  f.scale_log2 = p.scale * kLog2E;
+  f.score = score_args(p);
+  f.scale_log2 = softmax_factor(p);
   // fp32 results show the rounding of the largest probability, which 16-bit results hide.
   f.rescale_limit = f.out_fp32 ? 0.f : 8.f;
   f.sinks = p.sinks;
   f.sinks_stride = p.sinks_stride;
   f.sinks_dtype = p.sinks_dtype;
   args.grid = plan.grid;
-  args.sm_count = plan.sm_count;
   return args;
 }
 

@@ -13,7 +13,6 @@ struct Plan {
   const KernelEntry* main;
   int num_splits;  // 1: the keys are not split
   int grid;        // thread blocks; 0: nothing to write, nothing is launched
-  int sm_count;
   TileOrder order;
   size_t workspace_bytes;
 };

@@ -124,8 +124,10 @@ void fill_meaning(const fa_params& p, Problem& r) {
   r.sinks_stride = p.score.sinks.stride_head;
   r.sinks_dtype = p.score.sinks.dtype;
   r.softcap = p.score.softcap;
+  r.alibi_slopes = static_cast<const float*>(p.score.alibi_slopes.data);
+  r.alibi_stride_batch = p.score.alibi_slopes.stride_batch;
+  r.alibi_stride_head = p.score.alibi_slopes.stride_head;
   r.dropout_p = p.dropout.p;
-  r.alibi = p.score.alibi_slopes.data != nullptr;
   r.paged = p.pages.table != nullptr;
   r.descale = p.descale.q.data || p.descale.k.data || p.descale.v.data;
 }

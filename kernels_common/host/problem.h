@@ -23,11 +23,14 @@ struct Problem {
   float scale;    // > 0: the softmax scale, its default filled in
   const void* sinks;
   int64_t sinks_stride;
-  int32_t sinks_dtype;  // fa_dtype
+  int32_t sinks_dtype;        // fa_dtype
+  float softcap;              // 0: none
+  const float* alibi_slopes;  // null: none
+  int64_t alibi_stride_batch, alibi_stride_head;
 
   // Facts that no field above carries; a row that cannot serve one is refused by why_not().
-  float softcap, dropout_p;
-  bool alibi, paged, descale;
+  float dropout_p;
+  bool paged, descale;
   int32_t num_splits;
 
   bool batch_invariant;
@@ -35,6 +38,7 @@ struct Problem {
 
   bool packed_q() const { return seq.cu_q != nullptr; }
   bool packed_k() const { return seq.cu_k != nullptr; }
+  bool alibi() const { return alibi_slopes != nullptr; }
   bool banded() const { return band.left >= 0 || band.right >= 0 || band.chunk > 0; }
   // No query row at all: nothing is written, nothing is launched.
   bool empty() const {

@@ -79,7 +79,7 @@ std::string missing_parts(const Problem& p) {
   add(p.op != Op::kForward,
       p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
   add(p.dtype == DType::kE4m3 || p.kv_dtype == DType::kE4m3, "fp8 arithmetic");
-  add(p.softcap > 0 || p.alibi, "the score policy `any`");
+  add(p.softcap > 0 || p.alibi(), "the score policy `any`");
   add(p.paged, "a paged loader");
   add(p.descale, "descales");
   add(p.dropout_p > 0, "dropout");
@@ -97,7 +97,7 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const int arch = hopper ? 90 : 80;
   const bool like = nearest != nullptr && nearest->config.arch == arch;
   const int dqk = row_dim(p.dim_qk), dv = row_dim(p.dim_v);
-  const bool any = p.softcap > 0 || p.alibi;
+  const bool any = p.softcap > 0 || p.alibi();
   const char* dtype = dtype_name(p.dtype);
   const char* kv_dtype = dtype_name(p.kv_dtype);
   char dims[32];
@@ -208,7 +208,7 @@ std::string describe_call(const Problem& p) {
     std::snprintf(text, sizeof(text), ", softcap %g", p.softcap);
     call += text;
   }
-  if (p.alibi) call += ", ALiBi";
+  if (p.alibi()) call += ", ALiBi";
   if (p.sinks) call += ", sinks";
   if (p.paged) call += ", pages";
   if (p.descale) call += ", descales";

@@ -41,7 +41,7 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require(row.mask == MaskKind::kBand || !p.banded(), kMisfitMask);
   require(entry.smem_bytes <= device.smem_per_block, kMisfitSharedMemory);
   require(row.score == ScoreKind::kAny || p.softcap == 0, kMisfitSoftcap);
-  require(row.score == ScoreKind::kAny || !p.alibi, kMisfitAlibi);
+  require(row.score == ScoreKind::kAny || !p.alibi(), kMisfitAlibi);
   require((row.kv == LoadKind::kPaged) == p.paged, kMisfitPages);
   require(!p.descale, kMisfitDescale);
   require(p.dropout_p == 0, kMisfitDropout);

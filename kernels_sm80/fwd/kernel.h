@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/fwd_epilogue.h"
+#include "kernels_common/device/score.h"
 #include "kernels_sm80/fwd/step.h"
 
 namespace fa::sm80 {
@@ -145,7 +146,7 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
                       args.q.stride_row * 2, min_of(T::kTileM, seq.q_len - seq.m_first),
                       args.dim_qk, smem_q, warp, lane);
     step.prologue(range.end - 1);
-    attend_tile<typename T::Mask>(step, state.range);
+    attend_tile<typename T::Mask>(step, state.range, PlainScore{});
     tile = state.tile;
     const int again = thread_again();
     store_tile(step, args, state.seq, state.head_q, smem_q, again / 32, again % 32);

@@ -64,8 +64,8 @@ class FwdStep {
     }
   }
 
-  template <class Edge>
-  FA_DEVICE void next(int n, Edge) {
+  template <class Edge, class Score>
+  FA_DEVICE void next(int n, Edge, Score) {
     cute::cp_async_wait<0>();
     __syncthreads();  // K(n), with two slots V(n) too, is here; nobody reads block n + 1 any more
     if constexpr (T::kStages == 1) {

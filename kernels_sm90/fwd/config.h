@@ -43,7 +43,7 @@ struct FwdTypes {
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma,
                 "only TMA loaders exist on Hopper");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.step == StepKind::kOverlap && kConfig.score == ScoreKind::kScale);
+  static_assert(kConfig.step == StepKind::kOverlap);
   static_assert(kConfig.rescale == Rescale::kAlways);
   static_assert(kOwnOutput || kDimV <= kDimQk, "O can reuse Q's buffer only if it is no wider");
 

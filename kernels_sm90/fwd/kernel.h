@@ -53,7 +53,10 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     range.full_end = min_of(range.full_end, range.end);
     if (range.begin < range.end) {
       step.begin(slot);
-      attend_tile<typename T::Mask>(step, range);
+      with_score<T::kConfig.score>(params.args.score,
+                                   [&](auto score) __attribute__((always_inline)) {
+                                     attend_tile<typename T::Mask>(step, range, score);
+                                   });
       continue;  // the step retires the tile
     }
     if (work) {

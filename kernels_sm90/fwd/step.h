@@ -24,6 +24,7 @@ class FwdStep {
  public:
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
       : smem_(smem),
+        args_(args),
         turns_{__shfl_sync(0xffffffffu, thread / kWarpgroupThreads, 0)},
         epilogue_(args, out_map, thread),
         scale_log2_(args.scale_log2),
@@ -33,20 +34,21 @@ class FwdStep {
 
   FA_DEVICE void begin(int tile_slot) { tile_slot_ = tile_slot; }
 
-  FA_DEVICE void first(int n) {
+  template <class Score>
+  FA_DEVICE void first(int n, Score score) {
     mbarrier_wait(&smem_.q_slots.full[q_at_.slot()], q_at_.parity());
     if (kCarry && pending_slot_ >= 0)
-      first_behind(n);
+      first_behind(n, score);
     else
-      first_alone(n);
+      first_alone(n, score);
     CUTE_UNROLL
     for (int i = 0; i < cute::size(o_); ++i) o_(i) = 0.f;
     pack_probabilities();
     if (tile().scrub_first) scrub(n);
   }
 
-  template <class Edge>
-  FA_DEVICE void next(int n, Edge) {
+  template <class Edge, class Score>
+  FA_DEVICE void next(int n, Edge, Score score) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ
     if constexpr (kRescaleLate) rescale_output();
@@ -55,6 +57,7 @@ class FwdStep {
     wait_products<1>();  // S is there
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
+    transform_scores(n, score);
     if constexpr (Edge::kMasked) mask_scores(n);
     update();
     wait_products<0>();  // O is there, P's registers are free
@@ -117,7 +120,8 @@ class FwdStep {
  private:
   FA_DEVICE const FwdTile& tile() const { return smem_.tiles[tile_slot_]; }
 
-  FA_DEVICE void first_alone(int n) {
+  template <class Score>
+  FA_DEVICE void first_alone(int n, Score score) {
     turns_.wait_turn();
     issue_qk();
     turns_.pass_turn();
@@ -125,11 +129,13 @@ class FwdStep {
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
     softmax_.reset();
+    transform_scores(n, score);
     mask_scores(n);
     update();
   }
 
-  FA_DEVICE void first_behind(int n) {
+  template <class Score>
+  FA_DEVICE void first_behind(int n, Score score) {
     turns_.wait_turn();
     issue_qk();  // S  = Q · K(n)ᵀ of this tile
     if constexpr (kRescaleLate) rescale_output();
@@ -140,6 +146,7 @@ class FwdStep {
     release(smem_.k_slots, k_at_);
     OnlineSoftmax<2> done = softmax_;
     softmax_.reset();
+    transform_scores(n, score);
     mask_scores(n);
     update();
     wait_products<0>();
@@ -231,6 +238,16 @@ class FwdStep {
       return NoMask{tile().seq.k_len};
   }
 
+  template <class Score>
+  FA_DEVICE void transform_scores(int n, Score) {
+    if constexpr (Score::kPlain) return;
+    auto view = acc_view(s_);  // (2, tile_n / 4)
+    const int thread = thread_.index();
+    Score::template apply<64>(view, args_.score, tile().score,
+                              tile().seq.m_first + first_row(thread),
+                              n * T::kTileN + acc_first_col(thread % 32));
+  }
+
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
     const int thread = thread_.index();
@@ -279,6 +296,7 @@ class FwdStep {
   }
 
   FwdSmem<Row>& smem_;
+  const FwdArgs& args_;
   typename T::Turns turns_;
   FwdEpilogue<Row> epilogue_;
   float scale_log2_;

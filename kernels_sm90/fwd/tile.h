@@ -3,6 +3,7 @@
 // it in shared memory.
 #pragma once
 
+#include "kernels_common/device/score.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_sm90/fwd/config.h"
 
@@ -13,6 +14,7 @@ struct FwdTile {
   SeqInfo seq;
   Band band;
   KeyRange range;
+  ScoreTile score;
   int head_q, head_k;
   int keys_lo, keys_hi;         // keys that some row of the sequence sees
   int scrub_first, scrub_last;  // the first (rightmost), last block holds V rows outside them
@@ -80,6 +82,8 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
                    ? KeyRange{0, 0, 0, 0, 0, 0}
                    : key_range(band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len,
                                T::kTileN);
+  if constexpr (T::kConfig.score == ScoreKind::kAny)
+    tile.score = score_tile(args.score, s.index, head_q, s.q_len, s.k_len);
   tile.last = 0;
   find_hidden_keys<Row>(args.seq, tile);
   find_passed_blocks<Row>(tile);

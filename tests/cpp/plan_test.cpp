@@ -105,9 +105,9 @@ void arguments() {
          "the stride of a dimension of size 1 is a legal one");
   expect(f.out_fp32 == 1, "out is fp32");
   expect(f.band.left == -1 && f.band.right == 0, "a window beyond 2^30 is unlimited, causal stays");
-  expect(std::fabs(f.scale - 1 / std::sqrt(72.0f)) < 1e-7f, "the default scale");
-  expect(std::fabs(f.scale_log2 - f.scale * 1.44269504f) < 1e-7f, "the scale for exp2");
-  expect(args.grid == p.plan.grid && args.sm_count == 132, "grid and SMs");
+  expect(std::fabs(f.scale_log2 - 1.44269504f / std::sqrt(72.0f)) < 1e-7f,
+         "the default scale, for exp2");
+  expect(args.grid == p.plan.grid, "grid");
 
   call = Call(2, 300, 300, 8, 8, 64).h200();
   call.params.score.scale = 0;
