@@ -109,6 +109,8 @@ void arguments() {
          "the default scale, for exp2");
   expect(args.grid == p.plan.grid, "grid");
 
+  expect(f.score.capped == 0 && f.score.slopes == nullptr, "no softcap, no ALiBi");
+
   call = Call(2, 300, 300, 8, 8, 64).h200();
   call.params.score.scale = 0;
   p = plan_call(call);
@@ -120,6 +122,36 @@ void arguments() {
   expect(p.status == FA_OK, last_error());
   expect(bind(p.plan, p.problem).fwd.k.data != nullptr,
          "without keys a tensor map still gets an address");
+}
+
+// ALiBi leaves base-2 scores, a softcap half a tanh; values that overflow fp32 are cut.
+void scores() {
+  constexpr float kLog2E = 1.44269504f;
+  Call call = Call(2, 300, 300, 8, 8, 64).h200();
+  const auto args = [&call] {
+    Problem p{};
+    expect(make_problem(Op::kForward, &call.params, DataCheck::kRequired, &p) == FA_OK,
+           last_error());
+    return bind(Plan{}, p).fwd;
+  };
+  const auto near = [](float a, float b) { return std::fabs(a - b) <= 1e-6f * std::fabs(b); };
+  call.params.score.softcap = 30;
+  FwdArgs f = args();
+  expect(f.score.capped == 1 && near(f.score.inner, 0.125f / 60) && near(f.scale_log2, 60 * kLog2E),
+         "a softcap");
+  call.params.score.softcap = 1e38f;
+  f = args();
+  expect(std::isfinite(f.scale_log2) && f.score.inner > 0, "a cap that hides nothing");
+  call.params.score.softcap = 1e-38f;
+  expect(std::isfinite(args().score.inner), "a cap that leaves signs");
+  call.params.score.softcap = 30;
+  call.params.score.alibi_slopes = fa_factors{some_array(), 8, 1, 0, FA_FP32, 0};
+  f = args();
+  expect(near(f.score.outer, 60 * kLog2E) && f.scale_log2 == 1 && f.score.slopes_stride_batch == 8,
+         "a softcap and ALiBi");
+  call.params.score.softcap = 0;
+  f = args();
+  expect(f.score.capped == 0 && near(f.score.inner, 0.125f * kLog2E) && f.scale_log2 == 1, "ALiBi");
 }
 
 void description() {
@@ -161,6 +193,7 @@ int main() {
   golden_plans();
   grid_follows_the_device();
   arguments();
+  scores();
   description();
   return report("plan_test");
 }
