@@ -26,7 +26,7 @@ if tuple(int(_part) for _part in _found.split(" ")[0].split(".")[:2]) < (2, 10):
     )
 
 try:
-    from fa import reference
+    from fa import flash_attn, flash_attn_interface, reference
     from fa._backend import backend
     from fa._version import __version__
     from fa.functional import attention, attention_varlen, combine
@@ -50,6 +50,8 @@ __all__ = [
     "backend",
     "combine",
     "explain",
+    "flash_attn",
+    "flash_attn_interface",
     "kernels",
     "reference",
     "supports",
