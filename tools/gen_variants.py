@@ -63,6 +63,7 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
         "swap_dkv": {"0": "0", "1": "1"},
         "swap_dq": {"0": "0", "1": "1"},
         "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector", "bulk")},
+        "dq_turns": {"1": "1", "2": "2", "4": "4", "8": "8"},
     },
 }
 

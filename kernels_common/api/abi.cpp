@@ -70,7 +70,10 @@ fa_status run(Op op, const fa_params* params, void* workspace, size_t bytes, siz
   FA_TRY(plan_for(op, params, Purpose::kLaunch, &problem, &device, &plan));
   FA_TRY(check_workspace(plan, workspace, bytes, needed));
   log_plan(plan, problem, device, kernels());
-  return plan.grid == 0 ? FA_OK : plan.main->launch(bind(plan, problem), stream);
+  const bool nothing = plan.grid == 0 && plan.rows.num_tiles == 0 && problem.grad.dsinks == nullptr;
+  if (nothing) return FA_OK;
+  return plan.main->launch(
+      op == Op::kBackward ? bind_backward(plan, problem, workspace) : bind(plan, problem), stream);
 }
 
 // The text of a plan, or of a refusal with the reasons of every row.

@@ -10,14 +10,18 @@ namespace fa {
 
 template <class Order>
 FA_DEVICE void load_sum(const float* tile, int row, int col, float scale, float (&to)[8]) {
-  for (int c = 0; c < 8; c += Order::kRun) {
-    const float* from = tile + Order::offset(row, col + c);
-    if constexpr (Order::kRun == 4) {
-      const float4 four = *reinterpret_cast<const float4*>(from);
-      to[c] = four.x, to[c + 1] = four.y, to[c + 2] = four.z, to[c + 3] = four.w;
-    } else {
-      const float2 two = *reinterpret_cast<const float2*>(from);
-      to[c] = two.x, to[c + 1] = two.y;
+  if constexpr (Order::kRun == 1) {
+    Order::load(tile, row, col, to);
+  } else {
+    for (int c = 0; c < 8; c += Order::kRun) {
+      const float* from = tile + Order::offset(row, col + c);
+      if constexpr (Order::kRun == 4) {
+        const float4 four = *reinterpret_cast<const float4*>(from);
+        to[c] = four.x, to[c + 1] = four.y, to[c + 2] = four.z, to[c + 3] = four.w;
+      } else {
+        const float2 two = *reinterpret_cast<const float2*>(from);
+        to[c] = two.x, to[c + 1] = two.y;
+      }
     }
   }
   for (int c = 0; c < 8; ++c) to[c] *= scale;
@@ -29,13 +33,17 @@ FA_DEVICE void convert_tile(const BwdArgs& args, int index, int thread) {
   constexpr KernelConfig kConfig = Row::kConfig;
   constexpr DType kType = kConfig.dtype;
   constexpr int kTileM = kConfig.tile_m;
+  static_assert(kTileM % 16 == 0, "tile_m must be a multiple of 16");
   const RowTile t = row_tile(args, index, kTileM);
   const SeqInfo& s = t.seq;
   const float* sum = args.work.dq_sum + t.tile * (kTileM * kConfig.head_dim_qk);
   const int end = min_of(args.accumulate ? s.q_len : s.q_slot, s.m_first + kTileM);
-  const int chunks = args.dim_qk / 8;
-  for (int i = thread; i < (end - s.m_first) * chunks; i += kBwdRowThreads) {
-    const int r = i / chunks, col = (i - r * chunks) * 8, row = s.m_first + r;
+  // A warp takes 16 rows and two chunks of eight columns: whole sectors of every order.
+  const int pairs = (args.dim_qk / 8 + 1) / 2;
+  for (int unit = thread / 32; unit < kTileM / 16 * pairs; unit += kBwdRowThreads / 32) {
+    const int slab = unit / pairs, r = slab * 16 + thread % 16, row = s.m_first + r;
+    const int col = (2 * (unit - slab * pairs) + thread % 32 / 16) * 8;
+    if (row >= end || col >= args.dim_qk) continue;
     char* to = element_at(args.dq, s.q_batch, s.q_begin + row, t.head_q, col, args.dq_fp32 ? 4 : 2);
     float grad[8] = {};
     if (row < s.q_len) load_sum<Order>(sum, r, col, args.scale, grad);

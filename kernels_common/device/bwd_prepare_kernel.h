@@ -86,7 +86,8 @@ __global__ void __launch_bounds__(kBwdRowThreads)
     const float sum = block_sum(dsink, thread);
     if (thread == 0) args.work.dsinks[t.tile] = sum;
   }
-  if (args.work.turns != nullptr && thread == 0) args.work.turns[t.tile] = 0;
+  if (args.work.turns != nullptr && thread < kConfig.dq_turns)
+    args.work.turns[t.tile * kConfig.dq_turns + thread] = 0;
   if (t.seq.m_first >= t.seq.q_len) return;  // nobody adds to this tile, nobody reads it
   constexpr int kFloats = kTileM * kConfig.head_dim_qk;
   float* sum = args.work.dq_sum + t.tile * kFloats;

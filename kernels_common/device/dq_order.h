@@ -9,8 +9,10 @@ namespace fa {
 
 // An order is a type with
 //   static constexpr int kRun;   // 2 or 4: columns c .. c + kRun - 1 lie together, c % kRun == 0
-//   FA_HOST_DEVICE static constexpr int offset(int row, int col);   // of tile_m * head_dim_qk
-//   floats
+//   FA_HOST_DEVICE static constexpr int offset(int row, int col);
+// into tile_m * head_dim_qk floats; where no two columns lie together, kRun = 1 and
+//   FA_DEVICE static void load(const float* tile, int row, int col, float (&to)[8]);
+// for the eight columns from `col`, a multiple of 8. A warp of convert reads 16 rows, 16 columns.
 
 // Rows one after the other: what coalesced atomics want.
 template <int kDim>

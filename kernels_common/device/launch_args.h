@@ -78,13 +78,6 @@ struct FwdArgs {
   int32_t sinks_dtype;  // fa_dtype
 };
 
-// Scores beyond the scale. Order: scale, softcap, ALiBi, mask.
-struct BwdScoreArgs {
-  float softcap;        // 0: none
-  const float* slopes;  // [B, Hq] or [Hq] (slopes_stride_batch 0), or null: no ALiBi
-  int64_t slopes_stride_batch, slopes_stride_head;
-};
-
 // Dropout of P: docs/numerics.md has the formula of the keep bit.
 struct DropoutArgs {
   const int64_t* seed_offset;  // [2] on the device, or null: none
@@ -126,9 +119,9 @@ struct BwdArgs {
   int32_t dq_fp32, dk_fp32, dv_fp32;  // 1: the gradient is stored as fp32, else in the dtype of q
   int32_t accumulate;                 // 1: gradients are added to what the buffers hold
   int32_t deterministic;              // 1: dQ tiles are added to in ascending order of key tiles
-  float scale_log2;                   // softmax scale * log2(e)
-  float scale;                        // softmax scale
-  BwdScoreArgs score;
+  ScoreArgs score;
+  float scale_log2;  // as in FwdArgs: what score.h leaves, times this, minus lse_log2 is log2 of P
+  float scale;       // softmax scale
   DropoutArgs dropout;
   const void* sinks;  // [Hq] or null
   int64_t sinks_stride;

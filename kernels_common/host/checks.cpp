@@ -289,4 +289,40 @@ fa_status check_tensors(const fa_params& p, const Extents& e, DataCheck data) {
   return check_lse(p.lse, e.out);
 }
 
+fa_status check_gradients(const fa_params& p, const Extents& e, DataCheck data) {
+  const fa_gradients& g = p.grad;
+  if (!is_half(p.q.dtype) || p.k.dtype != p.q.dtype)
+    return fail(FA_ERROR_INVALID,
+                "q has dtype %s and k %s, the backward takes fp16 or bf16, the same in both.",
+                name_of(p.q.dtype), name_of(p.k.dtype));
+  const struct {
+    const char* name;
+    const fa_tensor& tensor;
+    const Extent& extent;
+    bool output;
+  } tensors[] = {{"dout", g.dout, e.out, false},
+                 {"dq", g.dq, e.q, true},
+                 {"dk", g.dk, e.k, true},
+                 {"dv", g.dv, e.v, true}};
+  for (const auto& [name, tensor, extent, output] : tensors) {
+    if (tensor.dtype != p.q.dtype && tensor.dtype != FA_FP32)
+      return fail(FA_ERROR_INVALID, "%s has dtype %s (%d), it must be %s like q, or fp32.", name,
+                  name_of(tensor.dtype), tensor.dtype, name_of(p.q.dtype));
+    FA_TRY(check_tensor(name, tensor, extent, data, false));
+    if (output) FA_TRY(check_output(name, tensor, extent));
+  }
+  if (p.lse.data == nullptr && data == DataCheck::kRequired && !e.out.empty())
+    return fail(FA_ERROR_INVALID,
+                "lse: data is NULL. The backward needs the LSE that the forward returned.");
+  if (g.dsinks != nullptr && p.score.sinks.data == nullptr)
+    return fail(FA_ERROR_INVALID,
+                "dsinks is given without sinks. Pass score.sinks, or NULL for dsinks.");
+  if (g.accumulate != 0 && g.accumulate != 1)
+    return fail(FA_ERROR_INVALID,
+                "grad.accumulate is %d, allowed are 0 (overwrite) and 1 (add to what the buffers "
+                "hold).",
+                g.accumulate);
+  return FA_OK;
+}
+
 }  // namespace fa

@@ -31,4 +31,8 @@ fa_status check_values(const fa_params& params);
 // Addresses, alignment and strides of q, k, v and out.
 fa_status check_tensors(const fa_params& params, const Extents& extents, DataCheck data);
 
+// What a backward adds: dtypes, addresses, alignment and strides of dout, dq, dk, dv, and the LSE
+// it reads.
+fa_status check_gradients(const fa_params& params, const Extents& extents, DataCheck data);
+
 }  // namespace fa

@@ -44,6 +44,7 @@ struct KernelConfig {
   int stages_do = 1, stages_ds = 1;
   int swap_sdp = 0, swap_dkv = 0, swap_dq = 0;
   DqAdd dq = DqAdd::kAtomic;
+  int dq_turns = 1;  // counters per dQ tile that order its additions
 };
 
 }  // namespace fa

@@ -60,6 +60,12 @@ constexpr float kLog2E = 1.4426950408889634f;
 // Beyond 1e30 a cap hides nothing, and its products with log2(e) and 2 stay finite.
 float cap_of(const Problem& p) { return std::min(p.softcap, 1e30f); }
 
+bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
+  return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
+}
+
+}  // namespace
+
 // 0 · inf would be NaN where a tiny cap meets a product of 0.
 ScoreArgs score_args(const Problem& p) {
   const bool capped = p.softcap > 0;
@@ -76,14 +82,10 @@ float softmax_factor(const Problem& p) {
   return p.softcap > 0 ? 2 * cap_of(p) * kLog2E : p.scale * kLog2E;
 }
 
-bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
-  return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
-}
-
-}  // namespace
-
 fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Plan* plan) {
+  *plan = Plan{};
   FA_TRY(select(p, device, table, &plan->main));
+  if (p.op == Op::kBackward) return plan_backward(p, device, plan);
   const KernelEntry& row = *plan->main;
   const int64_t tiles_m = row_tiles(row, p);
   const int64_t heads = p.packed_q() ? p.heads_q : int64_t{p.heads_q} * p.seq.batch;
@@ -140,28 +142,48 @@ LaunchArgs bind(const Plan& plan, const Problem& p) {
   return args;
 }
 
-std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& device, Table table) {
+namespace {
+
+std::string describe_row(const Plan& plan, const Problem& p, const DeviceInfo& device) {
+  const KernelEntry& row = *plan.main;
+  char text[1024];
+  std::snprintf(text, sizeof(text),
+                "call       %s; batch %d, seqlen %d x %d, heads %d / %d\n"
+                "device     %s, %d SMs, %d bytes of shared memory per block\n"
+                "row        %s (arch %d, %d threads, %d bytes of shared memory)\n",
+                describe_call(p).c_str(), p.seq.batch,
+                p.packed_q() ? p.seq.total_q : p.seq.seqlen_q,
+                p.packed_k() ? p.seq.total_k : p.seq.seqlen_k, p.heads_q, p.heads_k,
+                describe_device(device).c_str(), device.sm_count, device.smem_per_block, row.id,
+                row.config.arch, row.threads, row.smem_bytes);
+  return text;
+}
+
+std::string describe_forward(const Plan& plan) {
   const KernelEntry& row = *plan.main;
   char text[1024];
   std::snprintf(
       text, sizeof(text),
-      "call       %s; batch %d, seqlen %d x %d, heads %d / %d\n"
-      "device     %s, %d SMs, %d bytes of shared memory per block\n"
-      "row        %s (arch %d, %d threads, %d bytes of shared memory)\n"
       "tiles      %d x %d, %d row tiles x %d heads = %d\n"
       "grid       %d blocks, %s\n"
       "tile order longest first, sections of %d heads\n"
       "splits     %d\n"
       "workspace  %zu bytes\n",
-      describe_call(p).c_str(), p.seq.batch, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q,
-      p.packed_k() ? p.seq.total_k : p.seq.seqlen_k, p.heads_q, p.heads_k,
-      describe_device(device).c_str(), device.sm_count, device.smem_per_block, row.id,
-      row.config.arch, row.threads, row.smem_bytes, row.config.tile_m, row.config.tile_n,
-      plan.order.tiles_m, plan.order.heads, plan.order.num_tiles, plan.grid,
+      row.config.tile_m, row.config.tile_n, plan.order.tiles_m, plan.order.heads,
+      plan.order.num_tiles, plan.grid,
       plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
       plan.order.section, plan.num_splits, plan.workspace_bytes);
-  std::string lines = text;
-  if (plan.grid == 0) lines += "note       no query row: nothing is launched\n";
+  return text;
+}
+
+}  // namespace
+
+std::string describe(const Plan& plan, const Problem& p, const DeviceInfo& device, Table table) {
+  std::string lines = describe_row(plan, p, device);
+  lines += p.op == Op::kBackward ? describe_backward(plan, p) : describe_forward(plan);
+  if (plan.grid == 0 && plan.rows.num_tiles == 0)
+    lines += p.op == Op::kBackward ? "note       no row and no key: no gradient is written\n"
+                                   : "note       no query row: nothing is launched\n";
   if (falls_back(plan, p, device)) {
     lines += "fallback   a Hopper GPU runs an Ampere row, because no Hopper row fits:\n";
     const size_t before = lines.size();

@@ -9,11 +9,18 @@
 
 namespace fa {
 
+// Byte offsets into the workspace of a backward; each a multiple of 256.
+struct BackwardWorkspace {
+  size_t lse_log2, delta, dq_sum, turns, dsinks;
+};
+
 struct Plan {
   const KernelEntry* main;
-  int num_splits;  // 1: the keys are not split
-  int grid;        // thread blocks; 0: nothing to write, nothing is launched
-  TileOrder order;
+  int num_splits;   // 1: the keys are not split
+  int grid;         // thread blocks; 0: nothing to write, nothing is launched
+  TileOrder order;  // of the main kernel: query tiles, in a backward key tiles
+  TileOrder rows;   // backward: query tiles
+  BackwardWorkspace work;
   size_t workspace_bytes;
 };
 
@@ -27,5 +34,14 @@ std::string describe(const Plan& plan, const Problem& problem, const DeviceInfo&
 
 // Kernel arguments; no field has an optional meaning left beyond what launch_args.h says.
 LaunchArgs bind(const Plan& plan, const Problem& problem);
+LaunchArgs bind_backward(const Plan& plan, const Problem& problem, void* workspace);
+
+// Score options in the form of score.h, and what the softmax multiplies its scores by.
+ScoreArgs score_args(const Problem& problem);
+float softmax_factor(const Problem& problem);
+
+// The parts of make_plan() and describe() that a backward has alone.
+fa_status plan_backward(const Problem& problem, const DeviceInfo& device, Plan* plan);
+std::string describe_backward(const Plan& plan, const Problem& problem);
 
 }  // namespace fa

@@ -128,12 +128,30 @@ void fill_meaning(const fa_params& p, Problem& r) {
   r.alibi_stride_batch = p.score.alibi_slopes.stride_batch;
   r.alibi_stride_head = p.score.alibi_slopes.stride_head;
   r.dropout_p = p.dropout.p;
+  r.seed_offset = p.dropout.seed_offset;
   r.paged = p.pages.table != nullptr;
   r.descale = p.descale.q.data || p.descale.k.data || p.descale.v.data;
 }
 
+void fill_gradients(const fa_params& p, const Extents& e, Problem& r) {
+  const fa_gradients& g = p.grad;
+  r.grad = Gradients{.dout = tensor_arg(g.dout, e.out),
+                     .dq = tensor_arg(g.dq, e.q),
+                     .dk = tensor_arg(g.dk, e.k),
+                     .dv = tensor_arg(g.dv, e.v),
+                     .dout_dtype = static_cast<DType>(g.dout.dtype),
+                     .dq_dtype = static_cast<DType>(g.dq.dtype),
+                     .dk_dtype = static_cast<DType>(g.dk.dtype),
+                     .dv_dtype = static_cast<DType>(g.dv.dtype),
+                     .dlse = g.dlse,
+                     .dsinks = g.dsinks,
+                     .accumulate = g.accumulate != 0};
+  r.num_splits = 1;  // a choice of the forward
+}
+
 void fill_options(const fa_options& o, Problem& r) {
   r.num_splits = o.num_splits;
+  r.deterministic = o.deterministic != 0;
   r.batch_invariant = o.batch_invariant != 0;
   r.force_arch = o.force_arch;
   r.reserve_sms = o.reserve_sms;
@@ -151,10 +169,13 @@ fa_status make_problem(Op op, const fa_params* params, DataCheck data, Problem* 
   FA_TRY(check_values(p));
   const Extents extents = extents_of(p);
   FA_TRY(check_tensors(p, extents, data));
+  if (op == Op::kBackward) FA_TRY(check_gradients(p, extents, data));
   problem->op = op;
   fill_tensors(p, extents, *problem);
   fill_meaning(p, *problem);
   fill_options(p.options, *problem);
+  problem->grad = Gradients{};
+  if (op == Op::kBackward) fill_gradients(p, extents, *problem);
   return FA_OK;
 }
 

@@ -11,6 +11,15 @@
 
 namespace fa {
 
+// What only a backward has.
+struct Gradients {
+  TensorArg dout, dq, dk, dv;
+  DType dout_dtype, dq_dtype, dk_dtype, dv_dtype;
+  const float* dlse;  // strides of lse; null: zero
+  float* dsinks;      // null: not wanted
+  bool accumulate;
+};
+
 struct Problem {
   Op op;
   DType dtype, kv_dtype, out_dtype;  // of q, of k and v, of out
@@ -30,8 +39,12 @@ struct Problem {
 
   // Facts that no field above carries; a row that cannot serve one is refused by why_not().
   float dropout_p;
+  const int64_t* seed_offset;  // [2] on the device
   bool paged, descale;
   int32_t num_splits;
+
+  Gradients grad;
+  bool deterministic;  // of a backward
 
   bool batch_invariant;
   int32_t force_arch, reserve_sms, sm_count, smem_limit;  // 0: the device's

@@ -71,12 +71,13 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
 int row_dim(int dim) { return (dim + 63) / 64 * 64; }
 
 // What has to be written before a row can serve the call.
-std::string missing_parts(const Problem& p) {
+std::string missing_parts(const Problem& p, Table table) {
   std::string parts;
   const auto add = [&parts](bool missing, const char* name) {
     if (missing) parts += std::string(parts.empty() ? "" : ", ") + name;
   };
-  add(p.op != Op::kForward,
+  add(std::none_of(table.begin(), table.end(),
+                   [&p](const KernelEntry* e) { return e->config.op == p.op; }),
       p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
   add(p.dtype == DType::kE4m3 || p.kv_dtype == DType::kE4m3, "fp8 arithmetic");
   add(p.softcap > 0 || p.alibi(), "the score policy `any`");
@@ -88,7 +89,10 @@ std::string missing_parts(const Problem& p) {
 }
 
 // Options that no column of the table can state yet.
-bool beyond_the_table(const Problem& p) { return p.descale || p.dropout_p > 0 || p.num_splits > 1; }
+bool beyond_the_table(const Problem& p) {
+  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale || p.dropout_p > 0 ||
+         p.num_splits > 1;
+}
 
 // The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
 // starting point.
@@ -174,6 +178,10 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
   if (bits & kMisfitDescale) reasons.add("no descales");
   if (bits & kMisfitDropout) reasons.add("no dropout");
   if (bits & kMisfitSplits) reasons.add("cannot split the keys (num_splits %d)", p.num_splits);
+  if (bits & kMisfitBatchIndex)
+    reasons.add(
+        "a batch index of k and v: gradients of keys that several entries read are not "
+        "summed");
   if (bits & kMisfitStride) reasons.add("a stride of 2^40 bytes or more does not fit a tensor map");
   return text;
 }
@@ -239,7 +247,7 @@ fa_status refuse(const Problem& p, const DeviceInfo& device, Table table) {
   };
   if (std::none_of(table.begin(), table.end(), serves)) return refuse_device(device, table);
   const auto rows = by_nearness(p, device, table);
-  const std::string parts = missing_parts(p);
+  const std::string parts = missing_parts(p, table);
   const std::string remedy = beyond_the_table(p) ? "No column of tools/variants.csv states that."
                                                  : "The row needed in tools/variants.csv: " +
                                                        needed_line(p, device, rows.front());

@@ -51,7 +51,13 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
     require(fits_tensor_map(p.q, bytes) && fits_tensor_map(p.k, bytes) &&
                 fits_tensor_map(p.v, bytes) && fits_tensor_map(p.out, 4),
             kMisfitStride);
+    if (p.op == Op::kBackward)
+      require(fits_tensor_map(p.grad.dout, 4) && fits_tensor_map(p.grad.dk, 4) &&
+                  fits_tensor_map(p.grad.dv, 4),
+              kMisfitStride);
   }
+  // Several batch entries may read the same keys: their gradients would have to be summed.
+  require(p.op != Op::kBackward || p.seq.batch_index_k == nullptr, kMisfitBatchIndex);
   return bits;
 }
 
@@ -59,6 +65,12 @@ int64_t row_tiles(const KernelEntry& entry, const Problem& p) {
   const int tile_m = entry.config.tile_m;
   return p.packed_q() ? packed_tiles(p.seq.total_q, p.seq.batch, tile_m)
                       : ceil_div(p.seq.seqlen_q, tile_m);
+}
+
+int64_t key_tiles(const KernelEntry& entry, const Problem& p) {
+  const int tile_n = entry.config.tile_n;
+  return p.packed_k() ? packed_tiles(p.seq.total_k, p.seq.batch, tile_n)
+                      : ceil_div(p.seq.seqlen_k, tile_n);
 }
 
 int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {

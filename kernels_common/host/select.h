@@ -31,6 +31,7 @@ enum Misfit : uint32_t {
   kMisfitDropout = 1 << 12,
   kMisfitSplits = 1 << 13,
   kMisfitStride = 1 << 14,  // beyond what a tensor map can hold
+  kMisfitBatchIndex = 1 << 15,
 };
 
 uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);
@@ -51,6 +52,9 @@ fa_status select(const Problem& problem, const DeviceInfo& device, Table table,
 // Blocks of this row that one multiprocessor surely holds at a time, should a thread need every
 // register.
 int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device);
+
+// Key tiles of one key head (packed: the bound of all sequences together).
+int64_t key_tiles(const KernelEntry& entry, const Problem& problem);
 
 // Row tiles of one head (packed: the bound of all sequences together).
 int64_t row_tiles(const KernelEntry& entry, const Problem& problem);

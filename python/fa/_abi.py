@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 ABI_VERSION = 1
 FORWARD, BACKWARD, COMBINE, APPEND_KV = 1, 2, 3, 4  # fa_op
@@ -134,12 +134,12 @@ DEFAULTS: tuple[Any, ...] = tuple(
     for name in FIELDS
 )
 
-_Q, _K, _V, _OUT, _LSE, _SHAPE, _SCORE, _MASK, _SEQ, _PAGES, _DESCALE, _DROPOUT, _OPTIONS = (
+_Q, _K, _V, _OUT, _LSE, _SHAPE, _SCORE, _MASK, _SEQ, _PAGES, _DESCALE, _DROPOUT, _GRAD, _OPTIONS = (
     INDEX[name]
     for name in (
         *("q.data", "k.data", "v.data", "out.data", "lse.data", "shape.batch", "score.scale"),
         *("mask.window_left", "seq.cu_q", "pages.table", "descale.q.data", "dropout.p"),
-        "options.num_splits",
+        *("grad.dout.data", "options.num_splits"),
     )
 )
 
@@ -225,6 +225,27 @@ def _int32(name: str, t: Any) -> None:
         raise ValueError(f"{name}: stride {t.stride()[-1]} is not 1. Pass {name}.contiguous().")
 
 
+class Gradients(NamedTuple):
+    """What a backward has beside the forward's tensors; dlse has the strides of lse."""
+
+    dout: Any
+    dq: Any
+    dk: Any
+    dv: Any
+    dlse: Any = None
+    dsinks: Any = None  # fp32 [Hq]
+    accumulate: bool = False
+
+
+def _fill_gradients(values: list[Any], grad: Gradients, addresses: bool) -> None:
+    for i, t in enumerate(grad[:4]):
+        _fill_tensor(values, _GRAD + 7 * i, t, addresses)
+    for i, t in enumerate((grad.dlse, grad.dsinks)):
+        if t is not None:
+            values[_GRAD + 28 + i] = t.data_ptr() if addresses else PLACEHOLDER
+    values[_GRAD + 30] = int(grad.accumulate)
+
+
 def params_from_tensors(
     q: Any,
     k: Any,
@@ -264,12 +285,14 @@ def params_from_tensors(
     sm_count: int = 0,
     smem_limit: int = 0,
     addresses: bool = True,
+    grad: Gradients | None = None,
 ) -> bytes:
     """`fa_params` of a call, with the keywords of `fa::forward`.
 
     The tensors are [B, S, H, D], packed [total, H, D] (with cu_seqlens); any objects with
     `data_ptr()`, `stride()`, `shape` and `dtype` will do. `out` None: dense, in q's dtype or
-    `out_dtype`; `lse` None: not wanted. `force_arch`, `sm_count`, `smem_limit`: fa_options.
+    `out_dtype`; `lse` None: not wanted. `grad`: of a backward.
+    `force_arch`, `sm_count`, `smem_limit`: fa_options.
 
     `addresses=False` writes no address at all, for planning (`fa_workspace_size`, `fa_explain`),
     which reads none: meta and fake tensors have none. Arrays whose presence matters are then
@@ -359,6 +382,8 @@ def params_from_tensors(
         values[_DROPOUT] = dropout_p
         if philox_seed_offset is not None:
             values[_DROPOUT + 1] = presence(philox_seed_offset)
+    if grad is not None:
+        _fill_gradients(values, grad, addresses)
     values[_OPTIONS : _OPTIONS + 7] = (
         *(num_splits, force_arch, 0, int(bool(deterministic)), int(batch_invariant)),
         *(sm_count, smem_limit),

@@ -3,7 +3,7 @@
 """The ctypes implementation: checks in Python, fa_params as bytes, one C call.
 
 The forward has a faster twin in libfa_torch.so (_shim.py); both fill the same struct. The backward
-and everything under fa.backend("cpu") come here in any case.
+comes here in any case.
 """
 
 from __future__ import annotations
@@ -65,19 +65,81 @@ def forward_params(
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`fa::backward` for CUDA tensors: the library has no row yet and says so."""
+    """`fa::backward` for CUDA tensors."""
     _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
     check_padding(q, v)
-    library = _lib.load()
-    forward_options = {n: x for n, x in options.items() if n not in ("dlse", "grad_dtype")}
-    params = forward_params(q, k, v, out, lse, forward_options)
-    reason = _lib.why_not(_lib.BACKWARD, params)
-    raise NotImplementedError(
-        f"fa::backward: {reason or 'the gradients are not passed to kernels yet'} "
-        f"(libfa {library.fa_version().decode()}). Run forward and backward under "
-        'fa.backend("cpu"), which computes in torch operations on the GPU, or call the forward '
-        "under torch.no_grad()."
+    dtype = options.pop("grad_dtype", None)
+    dq, dk, dv = (empty_like_order(t, t.shape, dtype) for t in (q, k, v))
+    dsinks = _backward(dout, q, k, v, out, lse, dq, dk, dv, False, options)
+    return dq, dk, dv, dsinks
+
+
+def backward_out(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool = False,
+    **options: Any,
+) -> Tensor:
+    """`fa::backward_out` for CUDA tensors: kernels write, or add to, the buffers themselves."""
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
+    _buffers.gradient_buffers(q, k, v, options, dq, dk, dv)
+    check_padding(q, v)
+    options.pop("grad_dtype", None)
+    return _backward(dout, q, k, v, out, lse, dq, dk, dv, accumulate, options)
+
+
+def _backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool,
+    options: dict[str, Any],
+) -> Tensor:
+    """Launches the kernels; returns dsinks in the dtype of the sinks, [0] without them."""
+    sinks, dlse = options.get("sinks"), options.pop("dlse", None)
+    if options.get("deterministic") is None:
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    dsinks = None if sinks is None else q.new_empty(sinks.shape, dtype=torch.float32)
+    if dlse is not None and (dlse.stride() != lse.stride() or lse.stride(-1) != 1):
+        lse, dlse = lse.contiguous(), dlse.contiguous()  # they share their strides
+    elif lse.stride(-1) != 1:
+        lse = lse.contiguous()
+    grad = _abi.Gradients(_with_rows(dout), dq, dk, dv, dlse, dsinks, accumulate)
+    params = forward_params(q, k, v, out, lse, {**options, "grad": grad})
+    try:
+        _launch(_lib.load().fa_backward, q, params)
+    except NotImplementedError as error:
+        raise NotImplementedError(
+            f'fa::backward: {error} Under fa.backend("cpu") forward and backward run in torch '
+            "operations on the GPU."
+        ) from None
+    if dsinks is None or sinks is None:
+        return q.new_empty(0)
+    return dsinks if sinks.dtype == dsinks.dtype else dsinks.to(sinks.dtype)
+
+
+def _with_rows(dout: Tensor) -> Tensor:
+    """As kernels read it: autograd hands over what it has, such as one number seen everywhere."""
+    unit = 16 // dout.element_size()
+    sizes, strides = dout.shape[:-1], dout.stride()
+    readable = strides[-1] == 1 and all(
+        step % unit == 0 for size, step in zip(sizes, strides, strict=False) if size > 1
     )
+    return dout if readable and dout.data_ptr() % 16 == 0 else dout.contiguous()
 
 
 def _launch(function: Callable[..., int], q: Tensor, params: bytes) -> None:

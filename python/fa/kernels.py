@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
-from fa._layout import lse_dtype
+from fa._layout import empty_like_order, lse_dtype
 from fa._schemas import SCHEMAS
 from fa.functional import window_options
 
@@ -88,7 +88,7 @@ class _Call:
             )
         _validate.forward(self.q, self.k, self.v, self.options, kernels=kernels)
 
-    def params(self, nominal: tuple[int, int] = (0, 0)) -> bytes:
+    def params(self, nominal: tuple[int, int] = (0, 0), *, backward: bool = False) -> bytes:
         """fa_params without addresses; head dims padded as fa::forward pads them."""
         options = dict(self.options)
         if options.get("softmax_scale") is None:
@@ -97,8 +97,17 @@ class _Call:
             torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
             for t in (self.q, self.k, self.v)
         )
+        grad = None
+        if backward:
+            dout = empty_like_order(q, (*q.shape[:-1], v.shape[-1]))
+            dq, dk, dv = (empty_like_order(t, t.shape) for t in (q, k, v))
+            sinks = options.get("sinks")
+            dsinks = None if sinks is None else torch.empty(sinks.shape, device="meta")
+            grad = _abi.Gradients(dout, dq, dk, dv, dsinks=dsinks)
+            options.setdefault("deterministic", torch.are_deterministic_algorithms_enabled())
         return _abi.params_from_tensors(
             *(q, k, v),
+            grad=grad,
             force_arch=_cuda.force_arch(),
             sm_count=nominal[0],
             smem_limit=nominal[1],
@@ -132,6 +141,8 @@ def _meta(t: Spec) -> Tensor:
 def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: Any) -> str:
     """What would run for this call, in a few lines: the row, its grid, splits and workspace.
 
+    If an input requires a gradient (and gradients are on), the plan of the backward follows.
+
     Args:
         q, k, v: tensors, or (shape, dtype, device) each.
         device: plan for a GPU that is not here: "h200", "h100", "a100", "rtx3090" or "rtx4090".
@@ -149,7 +160,7 @@ def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: 
             raise ValueError(f'device: "{device}" is not one of {names}.')
         call.device = torch.device("cuda")
         call.validate(kernels=True)
-        return _lib.explain(_lib.FORWARD, call.params(NOMINAL[device]))
+        return _plans(call, NOMINAL[device])
     if call.on_torch():
         call.validate(kernels=False)
         return (
@@ -159,7 +170,14 @@ def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: 
         )
     call.validate(kernels=True)
     with call.guard():
-        return _lib.explain(_lib.FORWARD, call.params())
+        return _plans(call, (0, 0))
+
+
+def _plans(call: _Call, nominal: tuple[int, int]) -> str:
+    text = _lib.explain(_lib.FORWARD, call.params(nominal))
+    if call.needs_grad:
+        text += _lib.explain(_lib.BACKWARD, call.params(nominal, backward=True))
+    return text
 
 
 def supports(q: Spec, k: Spec, v: Spec, **options: Any) -> bool | str:
@@ -181,7 +199,7 @@ def supports(q: Spec, k: Spec, v: Spec, **options: Any) -> bool | str:
         with call.guard():
             reason = _lib.why_not(_lib.FORWARD, call.params())
             if reason is None and call.needs_grad:
-                reason = _lib.why_not(_lib.BACKWARD, call.params())
+                reason = _lib.why_not(_lib.BACKWARD, call.params(backward=True))
     except (ValueError, NotImplementedError, ImportError) as error:
         return str(error)
     return True if reason is None else reason.removeprefix("fa: not supported: ")

@@ -178,6 +178,10 @@ def _backward_cuda(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tenso
     return (_backward_torch if _on_torch() else _cuda.backward)(*args, **options)
 
 
+def _backward_out_cuda(*args: Tensor, **options: Any) -> Tensor:
+    return (_backward_out if _on_torch() else _cuda.backward_out)(*args, **options)
+
+
 def _refusal(
     q: Tensor,
     k: Tensor,
@@ -352,7 +356,7 @@ def _register() -> None:
     impl("_forward_dense", _forward_dense, "CPU")
     impl("backward", _backward_cpu, "CPU")
     impl("backward_out", _backward_out, "CPU")
-    impl("backward_out", _backward_out, "CUDA")
+    impl("backward_out", _backward_out_cuda, "CUDA")
     impl("_forward_torch", _forward_torch, "CompositeExplicitAutograd")
     impl("_forward_out_torch", _forward_out_torch, "CompositeExplicitAutograd")
     impl("_refusal", _refusal, "CompositeExplicitAutograd")

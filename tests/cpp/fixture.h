@@ -79,6 +79,25 @@ constexpr auto pointers(std::index_sequence<I...>) {
 }
 inline constexpr auto kTable = pointers(std::make_index_sequence<kRows.size()>());
 
+constexpr KernelConfig backward_row(int arch, DType dtype, int dim) {
+  KernelConfig row = arch == 90 ? hopper_row(dtype, dim, MaskKind::kBand) : ampere_row(dtype, dim);
+  row.op = Op::kBackward;
+  row.tile_m = 64;
+  row.tile_n = 128;
+  row.warps = arch == 90 ? 12 : 8;
+  return row;
+}
+
+// Rows of a build with backward kernels; the forward rows are none of their business.
+inline constexpr std::array kBackwardRows = {
+    entry("sm90_fwd_bf16_d128_band", hopper_row(kBf16, 128, MaskKind::kBand), 164864),
+    entry("sm90_bwd_bf16_d128_band", backward_row(90, kBf16, 128), 200000),
+    entry("sm80_bwd_bf16_d128_band", backward_row(80, kBf16, 128), 150000),
+    entry("sm80_bwd_bf16_d64_band", backward_row(80, kBf16, 64), 100000),
+};
+inline constexpr std::array<const KernelEntry*, 4> kBackwardTable = {
+    &kBackwardRows[0], &kBackwardRows[1], &kBackwardRows[2], &kBackwardRows[3]};
+
 // A dense call with contiguous tensors at addresses that nothing reads.
 struct Call {
   fa_params params;
@@ -117,6 +136,18 @@ struct Call {
   }
   Call& h200(int force_arch = 0) { return device(132, 232448, force_arch); }
   Call& a100() { return device(108, 166912); }
+  // Gradients of the same shapes and dtype.
+  Call& backward() {
+    const fa_shape& s = params.shape;
+    const auto dtype = static_cast<fa_dtype>(params.q.dtype);
+    params.grad.dout = tensor(0x60000, s.seqlen_q, s.heads_q, s.dim_v, dtype);
+    params.grad.dq = tensor(0x70000, s.seqlen_q, s.heads_q, s.dim_qk, dtype);
+    params.grad.dk = tensor(0x80000, s.seqlen_k, s.heads_k, s.dim_qk, dtype);
+    params.grad.dv = tensor(0x90000, s.seqlen_k, s.heads_k, s.dim_v, dtype);
+    params.lse = fa_lse{reinterpret_cast<float*>(uintptr_t{0xA0000}),
+                        int64_t{s.heads_q} * s.seqlen_q, s.seqlen_q};
+    return *this;
+  }
   Call& causal() {
     params.mask.window_right = 0;
     return *this;
@@ -135,12 +166,16 @@ struct Planned {
   static std::string fa_status_text() { return last_error(); }
 };
 
-inline Planned plan_call(const Call& call, Table table = kTable) {
+inline Planned plan_call(const Call& call, Table table = kTable, Op op = Op::kForward) {
   Planned r{};
-  r.status = make_problem(Op::kForward, &call.params, DataCheck::kRequired, &r.problem);
+  r.status = make_problem(op, &call.params, DataCheck::kRequired, &r.problem);
   if (r.status == FA_OK) r.status = device_info(r.problem, Purpose::kPlan, &r.device);
   if (r.status == FA_OK) r.status = make_plan(r.problem, r.device, table, &r.plan);
   return r;
+}
+
+inline Planned plan_backward_call(const Call& call, Table table = kBackwardTable) {
+  return plan_call(call, table, Op::kBackward);
 }
 
 }  // namespace fa::test

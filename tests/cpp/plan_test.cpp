@@ -24,6 +24,7 @@ Call packed(Call call, int batch, int total_q, int total_k) {
   call.params.shape.batch = batch;
   call.params.shape.total_q = total_q;
   call.params.shape.total_k = total_k;
+  call.params.lse.stride_head = total_q;
   call.params.shape.seqlen_q = call.params.shape.seqlen_k = 0;
   return call;
 }
@@ -154,6 +155,95 @@ void scores() {
   expect(f.score.capped == 0 && near(f.score.inner, 0.125f * kLog2E) && f.scale_log2 == 1, "ALiBi");
 }
 
+void backward_plans() {
+  // 4 row tiles of 64 rows x 2 * 8 heads; 3 key tiles of 128 keys x 2 * 2 heads.
+  Call call = Call(2, 256, 300, 8, 2, 128).h200().backward();
+  Planned p = plan_backward_call(call);
+  expect(p.status == FA_OK, last_error());
+  const TileOrder &rows = p.plan.rows, &keys = p.plan.order;
+  expect(rows.tiles_m == 4 && rows.heads == 16 && rows.num_tiles == 64, "query tiles");
+  expect(keys.tiles_m == 3 && keys.heads == 4 && keys.num_tiles == 12 && keys.section == 4,
+         "key tiles");
+  expect_equal(p.plan.grid, 12, "blocks");
+  const size_t fast = 64 * 64 * (128 + 2) * 4;
+  expect_equal(static_cast<long long>(p.plan.workspace_bytes), static_cast<long long>(fast),
+               "dQ sums and two statistics of each row");
+  float dsinks = 0;
+  call.params.options.deterministic = 1;
+  call.params.score.sinks = fa_factors{&dsinks, 0, 1, 0, FA_FP32, 0};
+  call.params.grad.dsinks = &dsinks;
+  p = plan_backward_call(call);
+  expect(p.status == FA_OK, last_error());
+  expect_equal(static_cast<long long>(p.plan.workspace_bytes), fast + 2 * 256,
+               "and a turn and a part of dsinks of each tile");
+  char memory[1];
+  const LaunchArgs args = bind_backward(p.plan, p.problem, memory);
+  const BwdArgs& b = args.bwd;
+  const auto at = [&](const void* pointer) { return static_cast<const char*>(pointer) - memory; };
+  expect(at(b.work.dq_sum) == 0 && at(b.work.lse_log2) == 64 * 64 * 128 * 4 &&
+             at(b.work.delta) == 64 * 64 * 129 * 4 && at(b.work.turns) == long(fast) &&
+             at(b.work.dsinks) == long(fast) + 256,
+         "the parts of the workspace lie one after the other");
+  expect(b.group == 4 && b.deterministic == 1 && b.dq_fp32 == 0 && b.dsinks == &dsinks, "flags");
+  expect(convert_jobs(b).tiles == 64 && convert_jobs(b).sinks == 8 && convert_jobs(b).clears == 0,
+         "every row of k is a key: nothing to clear");
+
+  call = packed(Call(1, 0, 0, 8, 4, 128).h200().backward(), 5, 1000, 3000);
+  p = plan_backward_call(call);
+  expect(p.status == FA_OK, last_error());
+  expect(p.plan.rows.tiles_m == 1000 / 64 + 6 && p.plan.rows.heads == 8, "packed query tiles");
+  expect(p.plan.order.tiles_m == 3000 / 128 + 6 && p.plan.order.heads == 4, "packed key tiles");
+  expect(convert_jobs(bind_backward(p.plan, p.problem, memory).bwd).clears == 47,
+         "rows of k may be no key");
+  call.params.grad.accumulate = 1;
+  p = plan_backward_call(call);
+  expect(convert_jobs(bind_backward(p.plan, p.problem, memory).bwd).clears == 0,
+         "nothing is added to rows that are no key");
+
+  p = plan_backward_call(Call(2, 0, 256, 4, 4, 128).h200().backward());
+  expect(p.status == FA_OK, last_error());
+  expect(p.plan.rows.num_tiles == 0 && p.plan.grid == 16 && p.plan.workspace_bytes == 0,
+         "without query rows dK and dV are written all the same");
+  p = plan_backward_call(Call(2, 256, 0, 4, 4, 128).h200().backward());
+  expect(p.plan.rows.num_tiles == 32 && p.plan.grid == 0, "without keys dQ is");
+  expect(bind_backward(p.plan, p.problem, memory).bwd.k.data != nullptr, "an address for k");
+  p = plan_backward_call(Call(0, 256, 256, 4, 4, 128).h200().backward());
+  expect(p.status == FA_OK && p.plan.rows.num_tiles == 0 && p.plan.grid == 0, "no batch");
+  p = plan_backward_call(Call(1 << 20, 1 << 16, 64, 16, 16, 128).h200().backward());
+  expect_equal(p.status, FA_ERROR_UNSUPPORTED, "status of more than 2^31 tiles");
+  expect_contains(last_error(), "Split the call along the batch");
+}
+
+void backward_checks() {
+  const auto refused = [](auto change, const char* reason) {
+    Call call = Call(2, 256, 256, 4, 4, 128).h200().backward();
+    change(call.params);
+    expect_equal(plan_backward_call(call).status, FA_ERROR_INVALID, reason);
+    expect_contains(last_error(), reason);
+  };
+  refused([](fa_params& p) { p.grad.dq.dtype = FA_FP16; },
+          "dq has dtype fp16 (1), it must be bf16");
+  refused([](fa_params& p) { p.grad.dk.data = nullptr; }, "dk: data is NULL");
+  refused([](fa_params& p) { p.grad.dv.stride_head = 0; }, "dv: a stride is 0");
+  refused([](fa_params& p) { p.grad.dout.stride_row = 3; }, "dout: row stride 3");
+  refused([](fa_params& p) { p.lse.data = nullptr; }, "lse: data is NULL");
+  refused([](fa_params& p) { p.grad.dsinks = reinterpret_cast<float*>(uintptr_t{16}); },
+          "dsinks is given without sinks");
+  refused([](fa_params& p) { p.grad.accumulate = 2; }, "grad.accumulate is 2");
+  Call fp8 = Call(2, 256, 256, 4, 4, 128, FA_E4M3).h200().backward();
+  fp8.params.out.dtype = FA_BF16;
+  expect_equal(plan_backward_call(fp8).status, FA_ERROR_INVALID, "status of fp8");
+  expect_contains(last_error(), "the backward takes fp16 or bf16");
+  // An expanded dout has stride 0; gradients in fp32 are data.
+  Call call = Call(2, 256, 256, 4, 4, 128).h200().backward();
+  call.params.grad.dout.stride_batch = call.params.grad.dout.stride_row = 0;
+  call.params.grad.dk.dtype = call.params.grad.dout.dtype = FA_FP32;
+  const Planned p = plan_backward_call(call);
+  expect(p.status == FA_OK, last_error());
+  const BwdArgs b = bind_backward(p.plan, p.problem, nullptr).bwd;
+  expect(b.dk_fp32 == 1 && b.dv_fp32 == 0 && b.dout_fp32 == 1, "dtypes of the gradients");
+}
+
 void description() {
   Call call = packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).causal().h200();
   Planned p = plan_call(call);
@@ -179,6 +269,16 @@ void description() {
   text = describe(p.plan, p.problem, p.device, ampere);
   for (const char* part : {"fallback   a Hopper GPU runs an Ampere row", "this build has none"})
     expect_contains(text, part);
+  call = Call(2, 512, 512, 8, 2, 128).causal().h200().backward();
+  call.params.grad.dout.stride_batch = int64_t{1} << 39;
+  p = plan_backward_call(call);
+  text = describe(p.plan, p.problem, p.device, kBackwardTable);
+  for (const char* part :
+       {"backward bf16, head dims 128 and 128, causal", "row        sm80_bwd_bf16_d128_band",
+        "tiles      64 x 128, 4 key tiles x 4 heads = 16; 8 row tiles x 16 heads = 128",
+        "grid       16 blocks", "dQ sums    as the blocks come", "workspace  4259840 bytes",
+        "sm90_bwd_bf16_d128_band: a stride of 2^40 bytes or more"})
+    expect_contains(text, part);
   p = plan_call(Call(2, 512, 512, 8, 8, 128).h200());
   text = describe(p.plan, p.problem, p.device, kTable);
   expect(text.find("fallback") == std::string::npos, "a Hopper row is no fallback");
@@ -194,6 +294,8 @@ int main() {
   grid_follows_the_device();
   arguments();
   scores();
+  backward_plans();
+  backward_checks();
   description();
   return report("plan_test");
 }

@@ -170,16 +170,35 @@ void options_without_rows() {
   expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 8 rows: sm90_fwd_bf16_d64_band: ");
   small.params.options.num_splits = 2;
   expect_refused(small, FA_ERROR_UNSUPPORTED, "No column of tools/variants.csv states that.");
-  Call backward = Call(2, 512, 512, 8, 8, 128).h200();
-  Problem problem;
-  DeviceInfo device;
-  Plan plan;
-  expect(make_problem(Op::kBackward, &backward.params, DataCheck::kRequired, &problem) == FA_OK,
-         last_error());
-  expect(device_info(problem, Purpose::kPlan, &device) == FA_OK, last_error());
-  expect(make_plan(problem, device, kTable, &plan) == FA_ERROR_UNSUPPORTED,
-         "there is no backward row");
-  expect_contains(last_error(), "the row is a forward, the call a backward");
+}
+
+void backward_rows() {
+  const auto chosen = [](const Call& call, const char* id) {
+    const Planned p = plan_backward_call(call);
+    expect(p.id() == id, std::source_location::current(), "%s", p.id().c_str());
+  };
+  const auto refused = [](const Call& call, Table table, const char* reason) {
+    expect_equal(plan_backward_call(call, table).status, FA_ERROR_UNSUPPORTED, reason);
+    expect_contains(last_error(), reason);
+  };
+  refused(Call(2, 512, 512, 8, 8, 128).h200().backward(), kTable,
+          "the row is a forward, the call a backward");
+  expect_contains(last_error(), "Not built yet: a backward kernel");
+  chosen(Call(2, 512, 512, 8, 8, 128).h200().backward(), "sm90_bwd_bf16_d128_band");
+  chosen(Call(2, 512, 512, 8, 8, 128).h200(80).backward(), "sm80_bwd_bf16_d128_band");
+  chosen(Call(2, 512, 512, 8, 2, 64).a100().backward(), "sm80_bwd_bf16_d64_band");
+  // A stride that no tensor map holds, in a tensor that only the backward has.
+  Call wide = Call(2, 512, 512, 8, 8, 128).h200().backward();
+  wide.params.grad.dout.stride_batch = int64_t{1} << 39;
+  chosen(wide, "sm80_bwd_bf16_d128_band");
+  // The forward's number of splits means nothing here.
+  Call split = Call(2, 512, 512, 8, 8, 128).h200().backward();
+  split.params.options.num_splits = 4;
+  chosen(split, "sm90_bwd_bf16_d128_band");
+  Call indexed = Call(2, 512, 512, 8, 8, 128).h200().backward();
+  indexed.params.seq.batch_index_k = some_array();
+  refused(indexed, kBackwardTable, "a batch index of k and v");
+  expect_contains(last_error(), "No column of tools/variants.csv states that.");
 }
 
 void devices_without_rows() {
@@ -227,6 +246,7 @@ int main() {
   hopper_takes_device_lengths();
   hopper_falls_back();
   options_without_rows();
+  backward_rows();
   devices_without_rows();
   batch_invariance();
   return report("select_test");

@@ -19,7 +19,9 @@ COMMON, API, HOST, DEVICE = (
     "kernels_common/device/",
 )
 SHARED_VALUES = (f"{HOST}kernel_config.h", f"{API}fa.h")  # plain values that both sides read
-HOST_SAFE = tuple(f"{DEVICE}{n}.h" for n in ("launch_args", "block_range", "tile_scheduler"))
+HOST_SAFE = tuple(
+    f"{DEVICE}{n}.h" for n in ("launch_args", "block_range", "philox", "tile_scheduler")
+)
 ARROWS: dict[str, tuple[str, ...]] = {
     DEVICE: (DEVICE, *SHARED_VALUES),
     HOST: (HOST, f"{API}fa.h", *HOST_SAFE),

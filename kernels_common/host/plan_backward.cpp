@@ -1,0 +1,171 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What will run in a backward? Tiles of keys for the main kernel, of query rows for the two around
+// it, and the workspace between them.
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <limits>
+
+#include "kernels_common/device/philox.h"
+#include "kernels_common/device/tile_scheduler.h"
+#include "kernels_common/host/error.h"
+#include "kernels_common/host/plan.h"
+
+namespace fa {
+namespace {
+
+constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+constexpr int64_t kSectionBytes = 24 << 20;
+
+// Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
+// passes over them.
+int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int heads) {
+  const int64_t budget = std::min(kSectionBytes, std::max<int64_t>(device.l2_bytes / 2, 1 << 20));
+  const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
+  const int64_t bytes =
+      rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + 4 * row.config.head_dim_qk);
+  return static_cast<int>(std::clamp<int64_t>(budget / bytes, 1, heads));
+}
+
+// Hands out the workspace in multiples of 256 bytes.
+class Offsets {
+ public:
+  size_t take(int64_t bytes) {
+    const size_t at = next_;
+    next_ += (static_cast<size_t>(bytes) + 255) / 256 * 256;
+    return at;
+  }
+  size_t total() const { return next_; }
+
+ private:
+  size_t next_ = 0;
+};
+
+void plan_workspace(const Problem& p, Plan* plan) {
+  const KernelConfig& row = plan->main->config;
+  const int64_t tiles = plan->rows.num_tiles, rows = tiles * row.tile_m;
+  Offsets offsets;
+  BackwardWorkspace& w = plan->work;
+  w.dq_sum = offsets.take(rows * row.head_dim_qk * 4);
+  w.lse_log2 = offsets.take(rows * 4);
+  w.delta = offsets.take(rows * 4);
+  w.turns = offsets.take(p.deterministic ? tiles * row.dq_turns * 4 : 0);
+  w.dsinks = offsets.take(p.grad.dsinks != nullptr ? tiles * 4 : 0);
+  plan->workspace_bytes = offsets.total();
+}
+
+DropoutArgs dropout_args(const Problem& p) {
+  if (p.dropout_p <= 0) return DropoutArgs{nullptr, 0, 1};
+  const int threshold = dropout_threshold(p.dropout_p);
+  return DropoutArgs{p.seed_offset, threshold, 256.0f / static_cast<float>(256 - threshold)};
+}
+
+}  // namespace
+
+fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) {
+  const KernelEntry& row = *plan->main;
+  const int64_t tiles_m = row_tiles(row, p), tiles_n = key_tiles(row, p);
+  const int64_t heads_q = p.packed_q() ? p.heads_q : int64_t{p.heads_q} * p.seq.batch;
+  const int64_t heads_k = p.packed_k() ? p.heads_k : int64_t{p.heads_k} * p.seq.batch;
+  const int64_t rows_k = p.packed_k() ? p.seq.total_k : int64_t{p.seq.seqlen_k} * p.seq.batch;
+  const bool no_key = heads_k == 0 || rows_k == 0;
+  if (heads_q > kInt32Max || heads_q * tiles_m + p.heads_q + rows_k / kClearRows >= kInt32Max ||
+      heads_k * tiles_n >= kInt32Max)
+    return fail(FA_ERROR_UNSUPPORTED,
+                "fa: not supported: %" PRId64 " row tiles of each of %" PRId64
+                " heads (batch * heads_q) and %" PRId64 " key tiles of each of %" PRId64
+                " heads (batch * heads_k) exceed 2^31 - 1 tiles in one call. Split the call along "
+                "the batch.",
+                tiles_m, heads_q, tiles_n, heads_k);
+  const auto num_rows = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads_q);
+  const auto num_keys = static_cast<int32_t>(no_key ? 0 : tiles_n * heads_k);
+  const int heads = static_cast<int>(heads_k);
+  plan->num_splits = 1;
+  plan->rows = TileOrder{static_cast<int32_t>(tiles_m), static_cast<int32_t>(heads_q), 1, num_rows};
+  plan->order = TileOrder{static_cast<int32_t>(tiles_n), heads,
+                          no_key ? 1 : section_heads(row, p, device, heads), num_keys};
+  // The keys of a tile stay in a block; the next block starts wherever one ends. Reserved
+  // multiprocessors bound their number.
+  plan->grid = p.reserve_sms == 0
+                   ? num_keys
+                   : std::min(num_keys, device.sm_count * blocks_per_sm(row, device));
+  plan_workspace(p, plan);
+  return FA_OK;
+}
+
+LaunchArgs bind_backward(const Plan& plan, const Problem& p, void* workspace) {
+  LaunchArgs args{};
+  args.bwd = BwdArgs{};
+  BwdArgs& b = args.bwd;
+  b.q = p.q;
+  b.k = p.k;
+  b.v = p.v;
+  b.out = p.out;
+  b.dout = p.grad.dout;
+  b.dq = p.grad.dq;
+  b.dk = p.grad.dk;
+  b.dv = p.grad.dv;
+  // Tensor maps need an address, also of a tensor without elements.
+  void* some = p.k.data != nullptr ? p.k.data : p.q.data;
+  for (TensorArg* t : {&b.q, &b.k, &b.v, &b.out, &b.dout, &b.dq, &b.dk, &b.dv})
+    if (t->data == nullptr) t->data = some;
+  b.lse = p.lse;
+  b.dlse = p.grad.dlse;
+  b.lse_stride_batch = b.dlse_stride_batch = p.lse_stride_batch;
+  b.lse_stride_head = b.dlse_stride_head = p.lse_stride_head;
+  b.seq = p.seq;
+  b.band = p.band;
+  b.rows = plan.rows;
+  b.order = plan.order;
+  char* base = static_cast<char*>(workspace);
+  const auto floats = [base](size_t offset) { return reinterpret_cast<float*>(base + offset); };
+  b.work = BwdWorkspace{
+      .lse_log2 = floats(plan.work.lse_log2),
+      .delta = floats(plan.work.delta),
+      .dq_sum = floats(plan.work.dq_sum),
+      .turns = p.deterministic ? reinterpret_cast<int32_t*>(base + plan.work.turns) : nullptr,
+      .dsinks = p.grad.dsinks ? floats(plan.work.dsinks) : nullptr};
+  b.heads_q = p.heads_q;
+  b.heads_k = p.heads_k;
+  b.group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
+  b.dim_qk = p.dim_qk;
+  b.dim_v = p.dim_v;
+  const auto fp32 = [](DType dtype) { return dtype == DType::kFp32 ? 1 : 0; };
+  b.out_fp32 = fp32(p.out_dtype);
+  b.dout_fp32 = fp32(p.grad.dout_dtype);
+  b.dq_fp32 = fp32(p.grad.dq_dtype);
+  b.dk_fp32 = fp32(p.grad.dk_dtype);
+  b.dv_fp32 = fp32(p.grad.dv_dtype);
+  b.accumulate = p.grad.accumulate ? 1 : 0;
+  b.deterministic = p.deterministic ? 1 : 0;
+  b.scale = p.scale;
+  b.scale_log2 = softmax_factor(p);
+  b.score = score_args(p);
+  b.dropout = dropout_args(p);
+  b.sinks = p.sinks;
+  b.sinks_stride = p.sinks_stride;
+  b.sinks_dtype = p.sinks_dtype;
+  b.dsinks = p.grad.dsinks;
+  args.grid = plan.grid;
+  return args;
+}
+
+std::string describe_backward(const Plan& plan, const Problem& p) {
+  const KernelConfig& row = plan.main->config;
+  char text[512];
+  std::snprintf(
+      text, sizeof(text),
+      "tiles      %d x %d, %d key tiles x %d heads = %d; %d row tiles x %d heads = %d\n"
+      "grid       %d blocks, %s\n"
+      "tile order first keys first, sections of %d heads\n"
+      "dQ sums    %s\n"
+      "workspace  %zu bytes, of which dQ sums in fp32 %zu\n",
+      row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
+      plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid,
+      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
+      plan.order.section, p.deterministic ? "ascending (deterministic)" : "as the blocks come",
+      plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
+  return text;
+}
+
+}  // namespace fa
