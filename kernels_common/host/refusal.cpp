@@ -123,11 +123,14 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   return line;
 }
 
-std::string held_architectures(Table table) {
+std::string held_rows(Table table) {
+  if (table.empty()) return "no rows";
   bool ampere = false, hopper = false;
   for (const KernelEntry* entry : table) (entry->config.arch == 90 ? hopper : ampere) = true;
-  if (ampere && hopper) return "rows for 8.0 and newer (Ampere) and for 9.x (Hopper)";
-  return ampere ? "rows for 8.0 and newer (Ampere)" : hopper ? "rows for 9.x (Hopper)" : "no rows";
+  std::string text = std::to_string(table.size()) + (table.size() == 1 ? " row" : " rows");
+  if (ampere) text += " for 8.0 and newer (Ampere)";
+  if (hopper) text += ampere ? " and for 9.x (Hopper)" : " for 9.x (Hopper)";
+  return text;
 }
 
 fa_status refuse_device(const DeviceInfo& device, Table table) {
@@ -139,11 +142,9 @@ fa_status refuse_device(const DeviceInfo& device, Table table) {
                 "or another GPU.",
                 describe_device(device).c_str());
   return fail(FA_ERROR_DEVICE,
-              "no kernel of this build runs on a GPU of %s: it holds %s (%zu rows). Rebuild with "
-              "FA_ARCHS=\"%s\" pip "
-              "install .",
-              describe_device(device).c_str(), held_architectures(table).c_str(), table.size(),
-              archs);
+              "no kernel of this build runs on a GPU of %s: it holds %s. Rebuild with "
+              "FA_ARCHS=\"%s\" pip install .",
+              describe_device(device).c_str(), held_rows(table).c_str(), archs);
 }
 
 }  // namespace

@@ -13,16 +13,19 @@ from __future__ import annotations
 try:
     import torch as _torch
 except ImportError as _error:
+    # One traceback for an import and, by the name, none for `python -m fa`.
     raise ImportError(
-        "fa needs PyTorch 2.10 or newer, and `import torch` failed. Install it first "
-        "(pip install torch); fa itself does not choose a build of torch for you."
-    ) from _error
+        f"fa needs PyTorch 2.10 or newer, and `import torch` failed ({_error}). Install it first "
+        "(pip install torch); fa itself does not choose a build of torch for you.",
+        name=__name__,
+    ) from None
 
 _found = getattr(_torch, "__version__", "0.0 (a folder named torch, not PyTorch)")
 if tuple(int(_part) for _part in _found.split(" ")[0].split(".")[:2]) < (2, 10):
     raise ImportError(
         f"fa needs PyTorch 2.10 or newer, and {_found} is what `import torch` finds. "
-        "Upgrade it (pip install --upgrade torch)."
+        "Upgrade it (pip install --upgrade torch).",
+        name=__name__,
     )
 
 try:

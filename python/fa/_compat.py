@@ -99,6 +99,8 @@ def as_lengths(
 ) -> Tensor | None:
     """int32 [B] on q's device; one number stands for all sequences."""
     if not isinstance(cache_seqlens, int):
+        if cache_seqlens is not None:
+            tensor_types(cache_seqlens=cache_seqlens)
         return maybe_contiguous(cache_seqlens)
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)

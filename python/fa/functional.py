@@ -21,6 +21,7 @@ from torch.compiler import is_compiling
 from fa import ops
 from fa._checks import tensor_types
 from fa._raw import raw
+from fa._validate_types import in_our_words
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
@@ -105,10 +106,26 @@ class ForwardOutPacket(type(_FORWARD)):  # type: ignore[misc]
         return None
 
 
+class TypedPacket(type(_FORWARD)):  # type: ignore[misc]
+    """The other operators of torch.ops.fa: TypeErrors in our words, and nothing else."""
+
+    def __call__(self, /, *args: Any, **options: Any) -> Any:
+        if is_compiling():
+            return _PACKET_CALL(self, *args, **options)
+        try:
+            return _PACKET_CALL(self, *args, **options)
+        except RuntimeError as error:
+            wrong = in_our_words(error)
+            if wrong is None:
+                raise
+            raise wrong from None
+
+
 _FORWARD.__class__ = ForwardPacket
 torch.ops.fa.forward_out.__class__ = ForwardOutPacket
+for _op in ("backward", "backward_out", "combine", "append_kv", "apply_rotary"):
+    getattr(torch.ops.fa, _op).__class__ = TypedPacket
 
-_OPTIONS = [a.name for a in torch.ops.fa.forward.default._schema.arguments if a.kwarg_only]
 _PAD, _UNSUPPORTED = "fa: pad: ", "fa: not supported: "
 
 
@@ -117,17 +134,9 @@ def _typed(error: RuntimeError) -> Exception:
     text = str(error)
     if isinstance(error, NotImplementedError):
         return error
-    if "Unknown keyword argument" in text:
-        name = text.split("'")[1]
-        known = ", ".join(_OPTIONS)
-        return TypeError(
-            f'"{name}" is not an option of fa::forward. Options are {known}. (Instead of is_causal '
-            "take causal, aligned at the bottom right; of scale, softmax_scale; enable_gqa is not "
-            "needed; a mask of scores does not exist.)"
-        )
-    if "Expected a value of type" in text:
-        text = text.split("\nPosition")[0].replace("::_forward_dense()", "::forward()")
-        return TypeError(text.replace("::_forward()", "::forward()"))
+    wrong = in_our_words(error)
+    if wrong is not None:
+        return wrong
     if text.startswith(_UNSUPPORTED):
         return NotImplementedError(text.removeprefix(_UNSUPPORTED))
     return error
@@ -301,6 +310,7 @@ def combine(
         if not lses:
             raise ValueError("lses: n = 0 partial results. Pass at least one.")
         lses = torch.stack(tuple(lses))
+    tensor_types(outs=outs, lses=lses)
     if out_dtype is None:
         return torch.ops.fa.combine(outs, lses)
     return torch.ops.fa.combine(outs, lses, out_dtype=out_dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
 from fa._layout import empty_like_order, lse_dtype
-from fa._schemas import SCHEMAS
+from fa._validate_types import argument_types
 from fa.functional import window_options
 
 # Multiprocessors, and bytes of shared memory that one block can have: the library knows a Hopper
@@ -48,10 +48,7 @@ class _Call:
         options = dict(options)
         window_options(options.pop("window_size", (-1, -1)), options)
         options.pop("return_lse", None)
-        known = SCHEMAS["_forward"]
-        for name in options:
-            if f" {name}=" not in known:
-                raise TypeError(f"{name}: torch.ops.fa.forward has no such option.")
+        argument_types("forward", options)
         self.options = {name: value for name, value in options.items() if value is not None}
         tensors = dict(zip("qkv", (q, k, v), strict=True))
         self.needs_grad = torch.is_grad_enabled() and any(

@@ -12,7 +12,7 @@ from torch import Tensor
 from fa import _validate, _validate_cache
 from fa._cache import query_positions
 from fa._checks import tensor_types
-from fa._schemas import SCHEMAS
+from fa._validate_types import argument_types
 from fa.functional import attention, window_options
 
 
@@ -54,6 +54,15 @@ def attention_kvcache(
     Returns and raises: as `attention` and `append_kv`.
     """
     tensor_types(q=q, k_cache=k_cache, v_cache=v_cache)
+    rotary = {
+        "rotary_cos": rotary_cos,
+        "rotary_sin": rotary_sin,
+        "rotary_interleaved": rotary_interleaved,
+        "rotary_seqlens": rotary_seqlens,
+    }
+    if page_table is not None:
+        options["page_table"] = page_table
+    _types(k_new, v_new, options, {"cu_seqlens_new": cu_seqlens_new, **rotary})
     batch, cu_seqlens_q = q.shape[0], options.get("cu_seqlens_q")
     if cu_seqlens_q is not None:
         batch = cu_seqlens_q.shape[0] - 1
@@ -69,14 +78,6 @@ def attention_kvcache(
         used = cache_seqlens + tail
     elif cu_seqlens_new is not None:
         raise ValueError("cu_seqlens_new: given without k_new. Pass k_new and v_new, or leave it.")
-    if page_table is not None:
-        options["page_table"] = page_table
-    rotary = {
-        "rotary_cos": rotary_cos,
-        "rotary_sin": rotary_sin,
-        "rotary_interleaved": rotary_interleaved,
-        "rotary_seqlens": rotary_seqlens,
-    }
     _validate_cache.tables(q, rotary, "q")
     windowed = False
     if k_new is not None or rotary_cos is not None:
@@ -106,14 +107,19 @@ def attention_kvcache(
     return attention(q, k_cache, v_cache, seqused_k=used, **options)
 
 
+def _types(k_new: Any, v_new: Any, options: dict[str, Any], appended: dict[str, Any]) -> None:
+    """TypeError for an option that does not exist, or of a wrong type."""
+    new = {name: t for name, t in (("k_new", k_new), ("v_new", v_new)) if t is not None}
+    argument_types("append_kv", new | appended)
+    own = ("window_size", "return_lse", "deterministic")
+    argument_types("forward", {name: x for name, x in options.items() if name not in own})
+
+
 def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: dict[str, Any]) -> bool:
     """Raises as `attention` would, where that can be known; True if causal, windowed or chunked."""
     options = dict(options)
     window_options(options.pop("window_size", (-1, -1)), options)
     options.pop("return_lse", None)
-    for name in options:
-        if f" {name}=" not in SCHEMAS["_forward"]:
-            raise TypeError(f"{name}: torch.ops.fa.forward has no such option.")
     _validate.forward(q, k_cache, v_cache, options, kernels=False)
     sides = options.get("window_left", -1), options.get("window_right", -1)
     return bool(options.get("causal") or sides != (-1, -1) or options.get("attention_chunk"))

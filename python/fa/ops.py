@@ -31,6 +31,7 @@ from fa._checks import tensor_types
 from fa._layout import empty_like_order, lse_dtype, out_dtypes
 from fa._schemas import SCHEMAS
 from fa._validate_options import dropout_probability
+from fa._validate_types import argument_types
 
 NAMESPACE = "fa"
 
@@ -259,7 +260,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     if type(q) is not Tensor:
         _sharding.notice(q)
     autograd.refuse_forward_mode(q, k, v, *options.values())
-    if options.get("dropout_p", 0.0) > 0 and options.get("philox_seed_offset") is None:
+    dropout_p = options.get("dropout_p", 0.0)
+    if type(dropout_p) is not float:
+        argument_types("forward", {"dropout_p": dropout_p})
+    if dropout_p > 0 and options.get("philox_seed_offset") is None:
         dropout_probability(options)
         options["philox_seed_offset"] = torch.randint(
             -(2**63), 2**63 - 1, (2,), dtype=torch.int64, device=q.device

@@ -461,7 +461,7 @@ def test_build_without_rows(library: Any, tmp_path: Path) -> None:
 def test_gpu_that_no_row_serves(library: Any, tmp_path: Path) -> None:
     """Five Hopper rows, and a nominal A100."""
     library(host_build.build(tmp_path, table="Table(test::kTable).first(5)", shim=False))
-    with pytest.raises(RuntimeError, match=r"8\.0.*9\.x.*5 rows.*Rebuild.*pip install") as caught:
+    with pytest.raises(RuntimeError, match=r"8\.0.*5 rows for 9\.x.*Rebuild.*install \.") as caught:
         fa.explain(*CUDA, device="a100")
     assert "kernel image" not in str(caught.value)
     assert "sm90_fwd_bf16_d64_none" in fa.explain(*CUDA, device="h200")
@@ -502,7 +502,23 @@ def test_explain_and_supports_on_the_cpu() -> None:
 def test_import_without_torch(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
     done = python("import fa", PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT / 'python'}")
-    assert re.search(r"ImportError: fa needs PyTorch 2\.10.*pip install torch", done.stderr)
+    assert re.search(r"ImportError: fa needs .*\(no torch here\).*pip install torch", done.stderr)
+    assert done.stderr.count("Traceback") == 1
+
+
+@pytest.mark.parametrize(
+    "torch", ["raise ImportError('no torch here')", "__version__ = '2.8.1+cu126'"]
+)
+def test_commands_without_a_torch_say_so_in_one_line(tmp_path: Path, torch: str) -> None:
+    (tmp_path / "torch.py").write_text(torch + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "fa", "info"],
+        env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT / 'python'}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and not done.stdout
+    assert re.fullmatch(r".*fa needs PyTorch 2\.10 or newer.*pip install .*torch.*\n", done.stderr)
 
 
 def test_import_with_an_old_torch(tmp_path: Path) -> None:
@@ -531,3 +547,101 @@ def test_an_option_of_another_library_is_refused_by_name(call):
     ) as caught:
         call(Q, K, V, is_causal=True)
     assert "take causal" in str(caught.value)
+
+
+# ---- wrong Python types -------------------------------------------------------------------------
+
+LENGTHS = torch.tensor([3, 4], dtype=INT)
+NEW = K[:, :1], V[:, :1]
+WRONG_TYPES: dict[str, tuple[Any, str]] = {
+    "a list of lengths": (
+        lambda: fa.attention_varlen(Q[0], K[0], V[0], [0, 16], CU["cu_seqlens_k"]),
+        r"^cu_seqlens_q must be a torch.Tensor or None, not list\. Pass torch.tensor\("
+        r"cu_seqlens_q, dtype=torch.int32\)",
+    ),
+    "a word as scale": (
+        lambda: fa.attention(Q, K, V, softmax_scale="small"),
+        r"^softmax_scale must be a number or None, not str\.",
+    ),
+    "a word as scale of the operator": (
+        lambda: OPS.forward(Q, K, V, softmax_scale="small"),
+        r"^softmax_scale must be a number or None, not str\.",
+    ),
+    "with a gradient": (
+        lambda: OPS.forward(Q.clone().requires_grad_(), K, V, softcap="small"),
+        r"^softcap must be a number, not str\.",
+    ),
+    "no dropout": (lambda: fa.attention(Q, K, V, dropout_p=None), "^dropout_p must be a number"),
+    "a word as mask": (
+        lambda: fa.attention(Q, K, V, causal="yes"),
+        "^causal must be a bool, not str",
+    ),
+    "half a key": (
+        lambda: fa.attention(Q, K, V, window_size=(1.5, 0)),
+        "^window_left must be an integer, not float",
+    ),
+    "a word as dtype": (
+        lambda: fa.attention(Q, K, V, out_dtype="float16"),
+        "^out_dtype must be a torch.dtype or None, not str",
+    ),
+    "supports": (
+        lambda: fa.supports(Q[0], K[0], V[0], cu_seqlens_q=[0, 16]),
+        "^cu_seqlens_q must be a torch.Tensor or None",
+    ),
+    "explain": (lambda: fa.explain(Q, K, V, softmax_scale="small"), "^softmax_scale must be"),
+    "a cache's lengths": (
+        lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=[3, 4]),
+        "^cache_seqlens must be a torch.Tensor, not list",
+    ),
+    "a cache's pages": (
+        lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=LENGTHS, page_table=[[0], [1]]),
+        "^page_table must be a torch.Tensor or None, not list",
+    ),
+    "a cache's new keys": (
+        lambda: fa.attention_kvcache(Q, K, V, [1], [2], cache_seqlens=LENGTHS),
+        "^k_new must be a torch.Tensor, not list",
+    ),
+    "a cache's packed queries": (
+        lambda: fa.attention_kvcache(Q[0], K, V, cache_seqlens=LENGTHS, cu_seqlens_q=[0, 2, 16]),
+        "^cu_seqlens_q must be a torch.Tensor or None, not list",
+    ),
+    "appended": (
+        lambda: fa.append_kv(*NEW, K, V, cache_seqlens=[3, 4]),
+        "^cache_seqlens must be a torch.Tensor, not list",
+    ),
+    "rotated": (lambda: OPS.apply_rotary(Q, [1], [2]), "^cos must be a torch.Tensor, not list"),
+    "combined": (lambda: fa.combine(3, 4), "^outs must be a torch.Tensor, not int"),
+    "the backward": (
+        lambda: OPS.backward(Q, Q, K, V, Q, Q, softmax_scale="small"),
+        "^softmax_scale must be a number or None, not str",
+    ),
+    "a buffer": (
+        lambda: OPS.forward_out(Q, K, V, softcap="small", out=Q.clone(), lse=Q[:, 0]),
+        "^softcap must be a number, not str",
+    ),
+    "no argument": (
+        lambda: fa.append_kv(*NEW, K, V, cache_seqlens=LENGTHS, block_table=3),
+        '^"block_table" is not an argument of fa::append_kv. .*page_table',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_a_wrong_python_type_is_a_type_error_that_names_the_argument(name: str) -> None:
+    call, sentence = WRONG_TYPES[name]
+    with pytest.raises(TypeError, match=sentence):
+        call()
+
+
+def test_every_argument_of_every_schema_has_its_type() -> None:
+    from fa._schemas import SCHEMAS
+    from fa._validate_types import KINDS, wrong_type
+
+    assert set(KINDS) == set(SCHEMAS)
+    for op, kinds in KINDS.items():
+        schema = getattr(OPS, op).default._schema
+        assert list(kinds) == [a.name for a in schema.arguments], op
+        for argument in schema.arguments:
+            optional = "Optional" in str(argument.type)
+            assert kinds[argument.name].endswith("?") == optional, (op, argument.name)
+            assert str(wrong_type(op, argument.name, "str")).startswith(f"{argument.name} must be")

@@ -165,20 +165,22 @@ def test_the_support_table_of_the_readme_is_current():
 
 
 def test_the_library_holds_rows_of_the_table():
-    import fa
+    from fa import _lib, kernels
 
+    try:
+        built = kernels()
+    except _lib.LibraryMissing as error:
+        pytest.skip(str(error))
     known = {r.id: r for r in ROWS}
-    built = list(fa.kernels())
-    ids = [row.id for row in built]
+    ids = [row["id"] for row in built]
     assert ids == [i for i in known if i in set(ids)], "order or ids differ from the table"
     for row in built:
-        line = known[row.id]
-        assert (row.arch, row.tile_m, row.tile_n) == (
-            int(line.arch),
-            int(line.tile_m),
-            int(line.tile_n),
-        )
-        assert (row.dim_qk, row.dim_v) == (int(line.d_qk), int(line.d_v))
+        line = known[row["id"]]
+        for name, column in (
+            *(("tile_m", line.tile_m), ("tile_n", line.tile_n)),
+            *(("dim_qk", line.d_qk), ("dim_v", line.d_v), ("arch", line.arch)),
+        ):
+            assert row[name] == int(column), (row["id"], name)
 
 
 def test_only_unusual_widths_pay_for_the_large_header():
