@@ -34,7 +34,7 @@ import bench_impls as impls
 import fa
 import libfa
 
-OPS = ("forward", "host", "gemm", "copy")
+OPS = ("forward", "shapes", "host", "gemm", "copy")
 LOSS = 0.03  # --compare fails on more
 
 
@@ -137,6 +137,17 @@ class Bench:
             [int(s) for s in lengths.split(",")],
             **small,
         )
+        self._cells(table)
+
+    def shapes(self) -> None:
+        """The second set: groups, windows, packed and unequal lengths, few heads, fp16."""
+        table = cells.shape_cells()
+        if not self.cuda:  # whatever is small enough to see that it runs
+            table = [c for c in table if c.flops < 2e9]
+        self._cells(table)
+
+    def _cells(self, table: list[cells.Cell]) -> None:
+        o = self.options
         modules = impls.peer_modules() if self.cuda and not o.no_peers else {}
         timer = impls.Timer(o.device, o.l2)
         backends = o.backends.split(",") if self.cuda else ["cpu"]
@@ -224,9 +235,7 @@ def losses(bench: Bench, changes: list[cells.Change]) -> list[str]:
 
 
 def _place(line: cells.Record) -> str:
-    mask = "causal" if line["causal"] else "full"
-    cell = f"{line['op']} {line['dtype']} D{line['head_dim']} {mask} S{line['seqlen_q']}"
-    return f"{cell} {cells.column(line)}"
+    return f"{line['op']} {cells.cell_label(line)} {cells.column(line)}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -240,7 +249,8 @@ def main(arguments: list[str] | None = None) -> int:
         getattr(bench, op)()
         if options.json:  # after each, for a run that is cut short
             cells.write_lines(options.json, bench.lines)
-    report = cells.forward_table(bench.lines) + [""] + cells.other_table(bench.lines)
+    report = cells.forward_table(bench.lines) + [""]
+    report += cells.forward_table(bench.lines, "shapes") + [""] + cells.other_table(bench.lines)
     print("\n".join(["", *report, "", *bench.notes]))
     print(f"{len(bench.lines)} measurements in {time.perf_counter() - start:.0f} s.")
     wrong = [note for note in bench.notes if "WRONG" in note]

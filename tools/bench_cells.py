@@ -43,7 +43,10 @@ HIDDEN = 2048
 
 @dataclass(frozen=True)
 class Cell:
-    """One shape of the forward table: `tokens` rows in total, `HIDDEN / head_dim` heads."""
+    """One shape. Of the forward table: `tokens` rows in total, `hidden / head_dim` heads.
+
+    The fields from `dim_v` on describe other shapes; 0 and () stand for "as in the forward table".
+    """
 
     dtype: str
     head_dim: int
@@ -51,50 +54,117 @@ class Cell:
     seqlen: int
     tokens: int = TOKENS
     hidden: int = HIDDEN
+    dim_v: int = 0
+    heads_q: int = 0
+    heads_k: int = 0
+    seqlen_k: int = 0
+    window: tuple[int, int] = (-1, -1)
+    lengths: tuple[int, ...] = ()  # of packed sequences, q and k alike; seqlen is the longest
+    tag: str = ""  # names `lengths`
 
     @property
     def batch(self) -> int:
-        return max(1, self.tokens // self.seqlen)
+        return len(self.lengths) or max(1, self.tokens // self.seqlen)
 
     @property
     def heads(self) -> int:
-        return max(1, self.hidden // self.head_dim)
+        return self.heads_q or max(1, self.hidden // self.head_dim)
+
+    @property
+    def key_heads(self) -> int:
+        return self.heads_k or self.heads
+
+    @property
+    def head_dim_v(self) -> int:
+        return self.dim_v or self.head_dim
+
+    @property
+    def keys(self) -> int:
+        return self.seqlen_k or self.seqlen
+
+    @property
+    def plain(self) -> bool:
+        """Whether the forward table has it."""
+        return self == Cell(
+            self.dtype, self.head_dim, self.causal, self.seqlen, self.tokens, self.hidden
+        )
 
     @property
     def flops(self) -> float:
-        """4 B H S^2 D, half of it under a causal mask."""
-        full = 4.0 * self.batch * self.heads * self.seqlen**2 * self.head_dim
-        return full / 2 if self.causal else full
+        """2 (D + D_v) per visible pair of rows and head; a causal square counts as half of S²."""
+        if self.lengths:
+            pairs = sum(visible_pairs(n, n, self.causal, self.window) for n in self.lengths)
+        else:
+            pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal, self.window)
+        return 2.0 * pairs * self.heads * (self.head_dim + self.head_dim_v)
 
     @property
     def bytes(self) -> float:
         """q, k, v read once and out written once, 2 bytes an element."""
-        return 4 * 2.0 * self.batch * self.seqlen * self.heads * self.head_dim
+        rows_q = sum(self.lengths) or self.batch * self.seqlen
+        rows_k = sum(self.lengths) or self.batch * self.keys
+        width = self.head_dim + self.head_dim_v
+        return 2.0 * width * (rows_q * self.heads + rows_k * self.key_heads)
 
     @property
     def name(self) -> str:
-        mask = "causal" if self.causal else "full"
-        return f"{self.dtype} d{self.head_dim} {mask} s{self.seqlen}"
+        return cell_label(self.fields())
 
     def fields(self) -> Record:
         """What this cell contributes to its JSON lines."""
         return {
-            "op": "forward",
+            "op": "forward" if self.plain else "shapes",
             "dtype": self.dtype,
             "head_dim": self.head_dim,
-            "head_dim_v": self.head_dim,
+            "head_dim_v": self.head_dim_v,
             "causal": self.causal,
-            "window": [-1, -1],
+            "window": list(self.window),
             "batch": self.batch,
             "heads_q": self.heads,
-            "heads_k": self.heads,
+            "heads_k": self.key_heads,
             "seqlen_q": self.seqlen,
-            "seqlen_k": self.seqlen,
+            "seqlen_k": self.keys,
             "score": "scale",
-            "layout": "bshd",
+            "layout": f"packed {self.tag}" if self.lengths else "bshd",
             "deterministic": False,
             "num_splits": 0,
         }
+
+
+def visible_pairs(rows: int, keys: int, causal: bool, window: tuple[int, int] = (-1, -1)) -> float:
+    """Pairs of a row and a key that it sees; rows² / 2 for a causal square."""
+    left, right = window[0], 0 if causal else window[1]
+    if left < 0 and right < 0:
+        return float(rows * keys)
+    if left < 0 and right == 0 and rows == keys:
+        return rows * rows / 2
+    shift, pairs = keys - rows, 0
+    for row in range(rows):
+        first = max(0, row + shift - left) if left >= 0 else 0
+        last = min(keys - 1, row + shift + right) if right >= 0 else keys - 1
+        pairs += max(0, last - first + 1)
+    return float(pairs)
+
+
+def cell_label(line: Record) -> str:
+    """How tables name a cell: dtype, head dims, mask, length, and what is not as usual."""
+    same = line["head_dim_v"] in (None, line["head_dim"])
+    words = [line["dtype"], f"D{line['head_dim']}" + ("" if same else f"x{line['head_dim_v']}")]
+    words.append("causal" if line["causal"] else "full")
+    window = tuple(line["window"] or (-1, -1))
+    if window != (-1, -1):
+        words[-1] = f"window {window[0]},{window[1]}"
+    if (line["layout"] or "").startswith("packed"):
+        words.append(line["layout"])
+    elif line["seqlen_k"] in (None, line["seqlen_q"]):
+        words.append(f"S{line['seqlen_q']}")
+    else:
+        words.append(f"S{line['seqlen_q']}x{line['seqlen_k']}")
+    if line["op"] == "shapes":
+        words.append(f"B{line['batch']} H{line['heads_q']}")
+        if line["heads_k"] != line["heads_q"]:
+            words[-1] += f"/{line['heads_k']}"
+    return " ".join(words)
 
 
 def forward_cells(
@@ -112,6 +182,37 @@ def forward_cells(
         for dim in dims
         for causal in (False, True)
         for length in sizes
+    ]
+
+
+# One long sequence among many short ones, and lengths as they come.
+MIXED = (16384, *(128 * n for n in range(1, 17)), *(96 * n for n in range(2, 21)))
+DRAWN = tuple(128 + 1920 * (7919 * n % 101) // 100 for n in range(24))
+
+
+def shape_cells() -> list[Cell]:
+    """The second set: what the forward table does not vary. 16384 tokens unless lengths say so."""
+    bf16, window = "bfloat16", (1023, 0)
+    group = {"heads_q": 32, "heads_k": 8}
+    lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    latent = {"dim_v": 128, "heads_q": 16}
+    return [
+        *(Cell(bf16, 128, True, s, **group) for s in lengths),
+        *(Cell(bf16, 128, False, s, **group) for s in (512, 4096)),
+        *(Cell(bf16, d, False, 16384, window=window) for d in (64, 128)),
+        Cell(bf16, 128, False, 16384, window=(4095, 0)),
+        Cell(bf16, 128, False, 16384, window=(1024, 1024)),
+        *(Cell(bf16, 128, c, max(MIXED), lengths=MIXED, tag="mixed") for c in (False, True)),
+        *(Cell(bf16, 128, c, max(DRAWN), lengths=DRAWN, tag="drawn") for c in (False, True)),
+        Cell(bf16, 128, True, 1024, tokens=1024, seqlen_k=16384),
+        Cell(bf16, 128, True, 128, tokens=1024, seqlen_k=8192, **group),
+        Cell(bf16, 128, False, 4096, seqlen_k=512),
+        Cell(bf16, 128, True, 1024, tokens=1024, heads_q=4),
+        Cell(bf16, 128, True, 4096, tokens=4096, heads_q=4),
+        Cell(bf16, 64, True, 2048, tokens=2048, heads_q=8),
+        *(Cell(bf16, 192, c, s, **latent) for c in (False, True) for s in LENGTHS),
+        *(Cell(bf16, d, c, 4096, heads_q=16) for d in (96, 192) for c in (False, True)),
+        *(Cell("float16", d, c, 4096, heads_q=2048 // d) for d in HEAD_DIMS for c in (False, True)),
     ]
 
 
@@ -213,9 +314,7 @@ def forward_table(lines: Iterable[Record], op: str = "forward") -> list[str]:
     rows = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     ratios: dict[str, list[float]] = {name: [] for name in ours}
     for columns in cells.values():
-        any_line = next(iter(columns.values()))
-        mask = "causal" if any_line["causal"] else "full"
-        texts = [f"{any_line['dtype']} D{any_line['head_dim']} {mask} S{any_line['seqlen_q']}"]
+        texts = [cell_label(next(iter(columns.values())))]
         texts += [_number(columns[n]["tflops"]) if n in columns else "–" for n in names]
         for name in ours:
             peer = rival(columns, name)
@@ -300,7 +399,7 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
     of the peers that both runs measured in the cell; the milliseconds only where there is none.
     """
     changes = []
-    for op in ("forward", "backward", "decode", "host"):
+    for op in ("forward", "shapes", "backward", "decode", "host"):
         before_cells = by_cell(old, op)
         for key, columns in by_cell(new, op).items():
             before = before_cells.get(key, {})
@@ -314,8 +413,7 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
                 if old_peer and new_peer:
                     then, now = ratio(before[name], old_peer), ratio(line, new_peer)
                     unit = "x best of " + ", ".join(common)
-                mask = "causal" if line["causal"] else "full"
-                cell = f"{op} {line['dtype']} D{line['head_dim']} {mask} S{line['seqlen_q']}"
+                cell = f"{op} {cell_label(line)}"
                 changes.append(Change(cell, name, line["row"] or "", then, now, unit))
     return changes
 

@@ -43,13 +43,26 @@ class Impl:
 
 
 def cell_tensors(cell: Cell, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
-    """q, k, v [B, S, H, D] of standard normal values."""
+    """q, k, v [B, S, H, D], packed [total, H, D], of standard normal values."""
     generator = torch.Generator(device).manual_seed(seed)
-    shape = (cell.batch, cell.seqlen, cell.heads, cell.head_dim)
+    rows, keys = (cell.batch, cell.seqlen), (cell.batch, cell.keys)
+    if cell.lengths:
+        rows = keys = (sum(cell.lengths),)
+    shapes = (
+        (*rows, cell.heads, cell.head_dim),
+        (*keys, cell.key_heads, cell.head_dim),
+        (*keys, cell.key_heads, cell.head_dim_v),
+    )
     dtype = getattr(torch, cell.dtype)
     return tuple(
-        torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in range(3)
+        torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
     )
+
+
+def sequence_starts(cell: Cell, device: str) -> torch.Tensor:
+    """cu_seqlens of a packed cell."""
+    ends = torch.tensor((0, *cell.lengths), device=device).cumsum(0)
+    return ends.to(torch.int32)
 
 
 def row_of(text: str) -> str | None:
@@ -63,37 +76,56 @@ def row_of(text: str) -> str | None:
 def ours(cell: Cell, tensors: tuple[torch.Tensor, ...], backend: str) -> Impl | str:
     """The cell on one of our backends, or the reason why that cannot run."""
     q, k, v = tensors
+    options: dict[str, Any] = {"causal": cell.causal, "window_size": cell.window}
+    function = fa.attention
+    if cell.lengths:
+        starts = sequence_starts(cell, str(q.device))
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        function = fa.attention_varlen
 
     def call() -> torch.Tensor:
-        return fa.attention(q, k, v, causal=cell.causal)
+        return function(q, k, v, **options)
 
     def context() -> AbstractContextManager[Any]:
         return fa.backend(backend)
 
     with context():
-        reason = fa.supports(q, k, v, causal=cell.causal)
+        reason = fa.supports(q, k, v, **options)
         if reason is not True:
             return str(reason)
-        row = "cpu" if backend == "cpu" else row_of(fa.explain(q, k, v, causal=cell.causal))
+        row = "cpu" if backend == "cpu" else row_of(fa.explain(q, k, v, **options))
     return Impl("fa", call, context, row)
 
 
 def _sdpa(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, kind: SDPBackend) -> Impl:
     q, k, v = (t.transpose(1, 2) for t in tensors)  # [B, H, S, D] views
 
+    grouped = {"enable_gqa": True} if cell.heads != cell.key_heads else {}
+
     def call() -> torch.Tensor:
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=cell.causal)
+        out = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=cell.causal, **grouped
+        )
         return out.transpose(1, 2)
 
     return Impl(name, call, lambda: sdpa_kernel(kind))
 
 
 def _module_call(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, module: str) -> Impl:
-    function = importlib.import_module(module).flash_attn_func
+    found = importlib.import_module(module)
     q, k, v = tensors
+    options: dict[str, Any] = {"causal": cell.causal}
+    if cell.window != (-1, -1):
+        options["window_size"] = cell.window
+    function = found.flash_attn_func
+    if cell.lengths:
+        function = found.flash_attn_varlen_func
+        starts, longest = sequence_starts(cell, str(q.device)), max(cell.lengths)
+        options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
+        options |= {"max_seqlen_q": longest, "max_seqlen_k": longest}
 
     def call() -> torch.Tensor:
-        result = function(q, k, v, causal=cell.causal)
+        result = function(q, k, v, **options)
         return result[0] if isinstance(result, tuple) else result
 
     return Impl(name, call)
@@ -121,12 +153,17 @@ def peer_modules() -> dict[str, str]:
 
 def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]) -> list[Impl]:
     """Everyone else who can compute this cell."""
+    # SDPA has no windows and no packed sequences, and aligns a causal mask at the top left.
+    by_sdpa = not cell.lengths and cell.window == (-1, -1)
+    by_sdpa = by_sdpa and not (cell.causal and cell.seqlen != cell.keys)
     if tensors[0].device.type == "cpu":
-        return [_sdpa(cell, tensors, "sdpa", SDPBackend.MATH)]
-    found = [
-        _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
-        _sdpa(cell, tensors, "cudnn", SDPBackend.CUDNN_ATTENTION),
-    ]
+        return [_sdpa(cell, tensors, "sdpa", SDPBackend.MATH)] if by_sdpa else []
+    found = []
+    if by_sdpa:
+        found += [
+            _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
+            _sdpa(cell, tensors, "cudnn", SDPBackend.CUDNN_ATTENTION),
+        ]
     found += [_module_call(cell, tensors, name, module) for name, module in modules.items()]
     return found
 

@@ -49,6 +49,10 @@ def block(lines: list[Record]) -> str:
     text += forward_table(lines)
     if any(line["op"] == "forward" for line in lines):
         text += ["", f"![forward, TFLOP/s over sequence length](results/{PLOT.name})"]
+    shapes = forward_table(lines, "shapes")
+    if shapes:
+        text += ["", "Other shapes: batch B, query and key heads H, window (left, right).", ""]
+        text += shapes
     extra = other_table(lines)
     if extra:
         text += ["", *extra]

@@ -31,8 +31,11 @@ from bench_cells import (
     ratio,
     read_lines,
     record,
+    shape_cells,
+    visible_pairs,
     write_lines,
 )
+from fa import reference
 
 ROOT = Path(__file__).resolve().parents[2]
 ACCEPTED = (  # acceptance of results: the fields of one line, in order
@@ -71,6 +74,27 @@ def test_cells_are_those_of_the_table() -> None:
     assert (one.batch, one.heads) == (4, 16)
     assert one.flops == 4 * 4 * 16 * 4096**2 * 128 / 2
     assert one.bytes == 4 * 2 * 4 * 4096 * 16 * 128
+
+
+def test_cells_of_other_shapes() -> None:
+    cells = shape_cells()
+    assert len({cell.name for cell in cells}) == len(cells)
+    assert all(cell.fields()["op"] == "shapes" for cell in cells)
+    named = {cell.name: cell for cell in cells}
+    group = named["bfloat16 D128 causal S4096 B4 H32/8"]
+    assert group.bytes == 2 * 128 * (2 * 32 + 2 * 8) * 16384
+    assert named["bfloat16 D192x128 full S1024 B16 H16"].flops == 2 * 320 * 16 * 16 * 1024**2
+    assert sum(1 for cell in cells if cell.dtype == "float16") == 6
+    for rows, keys, causal, window in (
+        (7, 7, False, (-1, -1)),
+        (7, 12, True, (-1, -1)),
+        (12, 7, True, (-1, -1)),
+        (9, 9, True, (3, -1)),
+        (9, 14, False, (2, 4)),
+    ):
+        seen = reference.visible(rows, keys, window[0], 0 if causal else window[1], 0)
+        assert visible_pairs(rows, keys, causal, window) == seen.sum()
+    assert visible_pairs(8, 8, True) == 32
 
 
 def test_columns_tell_ours_from_fa2() -> None:
@@ -164,7 +188,7 @@ def test_smoke_run(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_lines(file)
-    assert {x["op"] for x in found} == {"forward", "host", "gemm", "copy"}
+    assert {x["op"] for x in found} == {"forward", "shapes", "host", "gemm", "copy"}
     assert {x["impl"] for x in found if x["op"] == "forward"} == {"fa", "sdpa"}
     entries = {x["impl"] for x in found if x["op"] == "host"}
     assert entries == {"sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward"}
