@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 ABI_VERSION = 1
-FORWARD = 1
+FORWARD, BACKWARD = 1, 2
 DTYPES = {"float16": 1, "bfloat16": 2, "float8_e4m3fn": 3, "float32": 4}
 DTYPE_NAMES = {number: name for name, number in DTYPES.items()}
 _FLOATS = {"score.scale", "score.softcap", "dropout.p"}

@@ -68,10 +68,39 @@ def backward(
     """`fa::backward` for CUDA tensors."""
     _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
     check_padding(q, v)
+    index = options.pop("kv_batch_idx", None)
+    if index is not None:
+        return _backward_indexed(dout, q, k, v, out, lse, index, options)
     dtype = options.pop("grad_dtype", None)
     dq, dk, dv = (empty_like_order(t, t.shape, dtype) for t in (q, k, v))
     dsinks = _backward(dout, q, k, v, out, lse, dq, dk, dv, False, options)
     return dq, dk, dv, dsinks
+
+
+def _backward_indexed(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    index: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """With kv_batch_idx: on the entries it picks, then summed per entry of k and v in fp32.
+
+    `index_put_` adds in a fixed order.
+    """
+    dtype = options.pop("grad_dtype", None)
+    entry = index.long()
+    picked = (t.index_select(0, entry) for t in (k, v))
+    dq, dk, dv, dsinks = backward(dout, q, *picked, out, lse, **options, grad_dtype=torch.float32)
+    sums = []
+    for t, grad in ((k, dk), (v, dv)):
+        total = torch.zeros(t.shape, dtype=torch.float32, device=t.device)
+        total.index_put_((entry,), grad, accumulate=True)
+        sums.append(empty_like_order(t, t.shape, dtype).copy_(total))
+    return dq.to(dtype or q.dtype), *sums, dsinks
 
 
 def backward_out(

@@ -48,7 +48,7 @@ def backends() -> tuple[str, ...]:
     """The backends to force: each architecture of the build that this device can run."""
     if ON_CPU:
         return ("cpu",)
-    names = tuple(dict.fromkeys(row.backend for row in rows()))
+    names = tuple(dict.fromkeys(row.backend for row in rows() if row.op == libfa.FORWARD))
     if not torch.cuda.is_available():
         return names
     major = torch.cuda.get_device_capability()[0]
@@ -72,7 +72,8 @@ def covered(case: Case, backend: str | None = None) -> bool:
         return max(dim, dim_v) <= LARGEST_DIM
     masked = bool(case.features & {"causal", "window_left", "window_right", "chunk"})
     return any(
-        (backend or row.backend) == row.backend
+        row.op == libfa.FORWARD
+        and (backend or row.backend) == row.backend
         and row.backend in backends()
         and DTYPES[case.dtype] == getattr(torch, row.dtype)
         and row.dim_qk >= dim

@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Are the gradients of every backward row right, on the hand-picked problems and on drawn ones?
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import gradients
+import harness
+import pytest
+import torch
+from harness import DEVICE, randn
+
+import fa
+import libfa
+from cases import Case, hand_picked, sweep
+from compare import assert_bitwise, assert_bitwise_result, assert_result, expected
+
+SWEEP_SEED = 20261201
+SWEEP_COUNT = 120
+SHORT_DTYPE = {"bfloat16": "bf16", "float16": "fp16"}
+
+
+def row_cases(row: libfa.Row) -> list[Case]:
+    """Problems of the row's own size, on which this very row must run where it is the only one."""
+    base = {"dtype": SHORT_DTYPE[row.dtype], "tag": row.backend}
+    base |= {"dim": row.dim_qk, "dim_v": row.dim_v}
+    if "_any" in row.id:
+        base["softcap"] = 8.0
+    band = {"causal": True} if row.mask == "band" else {}
+    cases = [
+        Case(**base, **band, q=257, k=321, batch=2, heads_q=4, heads_k=2),
+        Case(**base, **band, q=row.tile_m, k=row.tile_n, heads_q=3, dlse=True),
+        Case(**base, **band, q=1023, k=2047, heads_q=4, heads_k=1, values="x3"),
+        Case(**base, **band, q=2, k=7, batch=3),
+        Case(**base, **band, q=(70, 0, 257, 1), k=(90, 33, 130, 300), heads_q=4, heads_k=2),
+        Case(**(base | {"dim": row.dim_qk - 8, "dim_v": row.dim_v - 24}), **band, q=300, k=193),
+    ]
+    if row.mask == "band":
+        cases += [
+            Case(**base, window=(100, 20), q=513, k=700, heads_q=4, heads_k=2),
+            Case(**base, causal=True, q=700, k=300, heads_q=2, sinks="fp32", dlse=True),
+            Case(**base, causal=True, chunk=150, q=400, k=470),
+        ]
+    if "_any" in row.id:
+        cases.append(replace(cases[0], alibi="bh"))
+        cases.append(replace(cases[0], alibi="h", softcap=0.0))
+    return cases
+
+
+ROW_CASES = [(row, case) for row in gradients.rows() for case in row_cases(row)]
+
+
+@pytest.mark.parametrize(
+    ("row", "case"),
+    ROW_CASES or [pytest.param(None, None, marks=pytest.mark.skip("no backward row here"))],
+    ids=lambda value: value.id if hasattr(value, "id") else str(value),
+)
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+def test_row(
+    row: libfa.Row, case: Case, deterministic: bool, record_property: pytest.RecordProperty
+) -> None:
+    inputs = harness.inputs_of(case)
+    options = {n: x for n, x in inputs.options.items() if not n.startswith("window_")}
+    options.pop("out_dtype", None)
+    with fa.backend(row.backend):
+        plan = fa.explain(
+            *(t.detach().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)),
+            window_size=case.window,
+            **options,
+        )
+    record_property("plan", plan)
+    chosen = re.findall(r"^row\s+(\S+)", plan, re.MULTILINE)
+    assert any(name.startswith(f"{row.backend}_bwd") for name in chosen), plan
+    assert gradients.check_case(case, row.backend, deterministic=deterministic) == "ran"
+
+
+def test_build_holds_backward_rows_for_this_device(cuda_only: None) -> None:
+    """Everything below would pass without a single kernel: this is what fails then."""
+    assert gradients.rows(), "the library holds no backward row for this device"
+
+
+def can_be_case(case: Case) -> bool:
+    return case.dtype in ("bf16", "fp16") and case.backward and case.cost < 3e9
+
+
+HAND_PICKED = [case for case in hand_picked() if can_be_case(case)]
+SWEEP = [case for case in sweep(SWEEP_SEED, SWEEP_COUNT) if can_be_case(case)]
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("case", HAND_PICKED, ids=lambda case: case.id)
+def test_hand_picked(case: Case, backend: str) -> None:
+    gradients.check_case(case, backend)
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("case", SWEEP, ids=lambda case: case.id)
+def test_sweep(case: Case, backend: str) -> None:
+    gradients.check_case(case, backend, deterministic=hash(case.id) % 2 == 0)
+
+
+# ---- what lies outside the problem ---------------------------------------------------------------
+
+POISONED = [
+    Case(q=200, k=200, dim=128, causal=True, heads_q=2),
+    Case(q=(129, 0, 255, 1), k=(70, 5, 255, 64), dim=128, causal=True, heads_q=4, heads_k=2),
+    Case(q=(40, 60), k=(80, 60), seqused_q=(13, 60), seqused_k=(80, 22), slack_q=5, slack_k=70),
+    Case(batch=3, q=100, k=200, seqused_q=(100, 0, 37), seqused_k=(200, 64, 0), causal=True),
+    Case(batch=2, q=70, k=140, leftpad_k=(0, 33), seqused_k=(140, 99), causal=True, dlse=True),
+    Case(batch=2, q=70, k=140, leftpad_k=(65, 140), window=(31, 5), sinks="fp32", dlse=True),
+    Case(q=64, k=400, window=(30, 0), dim=128, tag="hidden_keys"),
+    Case(q=300, k=40, causal=True, batch=2, sinks="same", dlse=True),
+]
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("case", POISONED, ids=lambda case: case.id)
+def test_poison_changes_no_bit(case: Case, backend: str) -> None:
+    """The Scrub rule: NaN or inf in rows of q, k, v and dout outside of the problem."""
+    results = []
+    for poison in (math.nan, math.inf, 0.0):
+        inputs = case.make(DEVICE, poison=poison)
+        out, lse = gradients.forward(inputs)
+        results.append(gradients.call_guarded(inputs, backend, out, lse, deterministic=True))
+    assert_result(results[0], expected(case.make(DEVICE), backward=True))
+    assert_bitwise_result(results[0], results[1])
+    assert_bitwise_result(results[0], results[2])
+
+
+@gradients.each_backend()
+def test_rows_that_are_none_get_zeros(backend: str) -> None:
+    """Rows of no sequence, left padding, rows and keys behind the lengths in use."""
+    case = Case(batch=2, q=100, k=140, seqused_q=(30, 100), seqused_k=(140, 99), leftpad_k=(5, 33))
+    inputs = case.make(DEVICE)
+    result = gradients.call_guarded(inputs, backend, *gradients.forward(inputs))
+    assert (result.dq[0, 30:] == 0).all()
+    for grad in (result.dk, result.dv):
+        assert (grad[0, :5] == 0).all() and (grad[1, :33] == 0).all() and (grad[1, 99:] == 0).all()
+    packed = Case(q=(20, 30), k=(40, 0), slack_q=9, slack_k=70)
+    inputs = packed.make(DEVICE)
+    result = gradients.call_guarded(inputs, backend, *gradients.forward(inputs))
+    assert (result.dq[20:] == 0).all()
+    assert (result.dk[40:] == 0).all() and (result.dv[40:] == 0).all()
+
+
+# ---- buffers -------------------------------------------------------------------------------------
+
+ONE = Case(batch=2, heads_q=4, heads_k=2, q=130, k=200, dim=128, causal=True, dlse=True)
+
+
+@gradients.each_backend()
+def test_gradients_in_fp32(backend: str) -> None:
+    """Unrounded: 16-bit gradients are these, rounded once."""
+    inputs = ONE.make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    wide = gradients.call_guarded(
+        inputs, backend, out, lse, dtype=torch.float32, deterministic=True
+    )
+    assert_result(wide, expected(inputs, backward=True))
+    rounded = gradients.call(inputs, backend, out, lse, deterministic=True)
+    for name in gradients.GRADIENTS:
+        assert_bitwise(name, getattr(wide, name).to(inputs.q.dtype), getattr(rounded, name))
+    chosen = gradients.call(inputs, backend, out, lse, deterministic=True, grad_dtype=torch.float32)
+    for name in gradients.GRADIENTS:
+        assert_bitwise(name, getattr(chosen, name), getattr(wide, name))
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_accumulate(backend: str, dtype: torch.dtype) -> None:
+    """Added to what the buffers hold; rows that are no key keep it."""
+    case = replace(ONE, seqused_k=(200, 77), seqused_q=(130, 60))
+    inputs = case.make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    plain = gradients.call_guarded(
+        inputs, backend, out, lse, dtype=torch.float32, deterministic=True
+    )
+    start = {
+        name: randn(*getattr(plain, name).shape, dtype=dtype, seed=n)
+        for n, name in enumerate(gradients.GRADIENTS)
+    }
+    added = gradients.call_guarded(
+        *(inputs, backend, out, lse),
+        **{"dtype": dtype, "start": start, "accumulate": True, "deterministic": True},
+    )
+    for name in gradients.GRADIENTS:
+        want = (start[name].float() + getattr(plain, name)).to(dtype)
+        assert torch.allclose(getattr(added, name).float(), want.float(), rtol=1e-2, atol=1e-6)
+        if dtype == torch.float32:
+            assert_bitwise(name, getattr(added, name), want)
+    assert torch.equal(added.dk[1, 77:], start["dk"][1, 77:])
+    assert torch.equal(added.dq[1, 60:], start["dq"][1, 60:])
+
+
+@gradients.each_backend()
+def test_strided_gradients(backend: str) -> None:
+    """Buffers in [B, H, S, D] order, inside wider rows."""
+    inputs = ONE.make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    want = gradients.call(inputs, backend, out, lse, deterministic=True)
+    buffers = {}
+    for name, like in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
+        batch, rows, heads, dim = like.shape
+        wide = torch.full((batch, heads, rows, dim + 64), math.nan, dtype=like.dtype, device=DEVICE)
+        buffers[name] = wide[..., :dim].transpose(1, 2)
+    options = gradients.backward_options(inputs, {"deterministic": True})
+    with fa.backend(backend), torch.no_grad():
+        torch.ops.fa.backward_out(
+            inputs.dout, inputs.q, inputs.k, inputs.v, out, lse, **options, **buffers
+        )
+    for name, buffer in buffers.items():
+        assert_bitwise(name, buffer, getattr(want, name))
+
+
+@gradients.each_backend()
+def test_dout_of_every_kind(backend: str) -> None:
+    """fp32, expanded in any dimension, a scalar's, transposed: the same numbers, the same bits."""
+    inputs = replace(ONE, dlse=False).make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    base = inputs.dout
+    kinds = {
+        "fp32": base.float(),
+        "transposed": base.transpose(1, 2).contiguous().transpose(1, 2),
+        "heads expanded": base[:, :, :1].expand_as(base),
+        "batch expanded": base[:1].expand_as(base),
+        "rows expanded": base[:, :1].expand_as(base),
+        "one number": base.new_tensor(0.5).expand_as(base),
+        "wide rows": torch.cat([base, base], -1)[..., : base.shape[-1]],
+    }
+    for name, dout in kinds.items():
+        inputs.dout = dout
+        got = gradients.call(inputs, backend, out, lse, deterministic=True)
+        inputs.dout = dout.to(base.dtype).contiguous()
+        want = gradients.call(inputs, backend, out, lse, deterministic=True)
+        for grad in gradients.GRADIENTS:
+            assert_bitwise(f"{name}: {grad}", getattr(got, grad), getattr(want, grad))
+
+
+@gradients.each_backend()
+def test_dlse_of_every_stride(backend: str) -> None:
+    inputs = ONE.make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    want = gradients.call(inputs, backend, out, lse, deterministic=True)
+    dense = inputs.dlse
+    inputs.dlse = dense.transpose(1, 2).contiguous().transpose(1, 2)
+    got = gradients.call(inputs, backend, out, lse, deterministic=True)
+    strided = lse.transpose(1, 2).contiguous().transpose(1, 2)
+    inputs.dlse = dense
+    both = gradients.call(inputs, backend, out, strided, deterministic=True)
+    for name in gradients.GRADIENTS:
+        assert_bitwise(name, getattr(got, name), getattr(want, name))
+        assert_bitwise(name, getattr(both, name), getattr(want, name))
+
+
+@gradients.each_backend()
+def test_refused_calls_touch_no_gradient(backend: str) -> None:
+    inputs = replace(ONE, dlse=False).make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    held = {n: torch.full_like(getattr(inputs, n[1:]), 3.0) for n in gradients.GRADIENTS}
+    good = (inputs.dout, inputs.q, inputs.k, inputs.v, out, lse)
+    wrong = {
+        "dk: shape": {**held, "dk": held["dk"][:, 1:]},
+        "grad_dtype": {**held, "grad_dtype": torch.float32},
+        "window_left": {**held, "window_left": -7},
+    }
+    if not harness.ON_CPU:
+        wrong["dv: a stride is 0"] = {**held, "dv": held["dv"][:, :1].expand_as(held["dv"])}
+    with fa.backend(backend), torch.no_grad():
+        for text, options in wrong.items():
+            with pytest.raises(ValueError, match=text.split(":")[0]):
+                torch.ops.fa.backward_out(*good, **options)
+    assert all((t == 3).all() for t in held.values())
