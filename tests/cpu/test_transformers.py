@@ -16,6 +16,8 @@ transformers = pytest.importorskip(
     "transformers", minversion="4.56", reason="transformers is not installed: pip install '.[test]'"
 )
 
+from fa.integrations.paged_cache import PagedCache  # noqa: E402  (needs transformers)
+
 NAME = register()
 VOCABULARY = 97
 
@@ -121,6 +123,119 @@ def test_generation_equals_eager(cache, masked, calls):
     assert torch.equal(actual, expected)
     assert_close(actual_logits, expected_logits)
     assert len(calls) == 2 * 12
+
+
+def generate(model, ids, mask, **options):
+    result = model.generate(
+        ids,
+        attention_mask=mask,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+        **options,
+    )
+    return result.sequences, torch.stack(result.logits)
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral"])
+def test_generation_from_pages_equals_eager(kind, masked, page_size, calls):
+    """The cache of fa, against eager attention with a dynamic one of transformers."""
+    ids, model = tokens(2, 11), tiny(kind, **({"sliding_window": 7} if kind == "Mistral" else {}))
+    mask = padding([6, 11], 11, "left") if masked else torch.ones_like(ids)
+    caches = []
+
+    def run(m):
+        options = {"max_new_tokens": 12}
+        if m.config._attn_implementation == NAME:
+            caches.append(PagedCache(page_size))
+            options["past_key_values"] = caches[0]
+        return generate(m, ids, mask, **options)
+
+    (expected, expected_logits), (actual, actual_logits) = both(model, run)
+    assert torch.equal(actual, expected)
+    assert_close(actual_logits, expected_logits)
+    assert len(calls) == 2 * 12 and all("page_table" in kwargs for _, _, kwargs in calls)
+    assert any("window_size" in kwargs for _, _, kwargs in calls) == (kind == "Mistral")
+    (cache,) = caches
+    assert cache.get_seq_length() == 22 and len(cache.layers) == 2
+    for layer in cache.layers:  # no more pages than twice what the sequences need, and one
+        needed = 2 * -(-22 // page_size)
+        assert layer.keys.shape[1] == page_size and needed < len(layer.keys) <= 2 * needed + 2
+
+
+def test_dynamic_static_and_paged_caches_give_the_same_tokens(calls):
+    model, ids = tiny(), tokens(2, 9)
+    model.set_attn_implementation(NAME)
+    mask = padding([9, 4], 9, "left")
+    results = [
+        generate(model, ids, mask, max_new_tokens=8, **options)
+        for options in (
+            {"cache_implementation": "dynamic"},
+            {"cache_implementation": "static"},
+            {"past_key_values": PagedCache(4)},
+        )
+    ]
+    for sequences, logits in results[1:]:
+        assert torch.equal(sequences, results[0][0])
+        assert_close(logits, results[0][1])
+    assert len(calls) == 3 * 2 * 8
+
+
+def test_beams_from_pages_equal_eager():
+    model, ids = tiny(), tokens(2, 9)
+
+    def run(m):
+        options = {"max_new_tokens": 8, "num_beams": 3}
+        if m.config._attn_implementation == NAME:
+            options["past_key_values"] = PagedCache(4)
+        return m.generate(ids, do_sample=False, **options)
+
+    expected, actual = both(model, run)
+    assert torch.equal(actual, expected)
+
+
+def test_a_paged_cache_forgets_and_starts_again():
+    model, ids = tiny(), tokens(2, 15)
+    model.set_attn_implementation(NAME)
+    with torch.no_grad():
+        whole = model(ids, use_cache=False).logits
+        cache = PagedCache(4)
+        model(ids[:, :13], past_key_values=cache)
+        for layer in cache.layers:
+            layer.crop(-3)
+        assert cache.get_seq_length() == 10
+        assert_close(model(ids[:, 10:], past_key_values=cache).logits, whole[:, 10:])
+        for layer in cache.layers:
+            layer.batch_select_indices(torch.tensor([1]))
+        step = model(ids[1:, :1], past_key_values=cache).logits
+        longer = model(torch.cat([ids[1:], ids[1:, :1]], 1), use_cache=False).logits
+        assert_close(step, longer[:, -1:])
+        for layer in cache.layers:
+            layer.crop(15)
+            layer.batch_repeat_interleave(2)
+        again = model(ids[1:, :1].expand(2, 1), past_key_values=cache).logits
+        assert_close(again, step.expand(2, 1, -1))
+        cache.reset()
+        assert cache.get_seq_length() == 0
+        assert_close(model(ids, past_key_values=cache).logits, whole)
+
+
+def test_pages_in_the_wrong_hands_raise():
+    model, ids = tiny(), tokens(2, 9)
+    with torch.no_grad():
+        with pytest.raises((RuntimeError, ValueError)):  # sdpa takes the pool for keys
+            model(ids, past_key_values=PagedCache(9))
+        model.set_attn_implementation(NAME)
+        holes = torch.ones_like(ids)
+        holes[0, 4] = 0
+        with pytest.raises(NotImplementedError, match="padding between .* PagedCache"):
+            model(ids, attention_mask=holes, past_key_values=PagedCache(4))
+    with pytest.raises(NotImplementedError, match="append_kv.*gradient"):
+        model(ids, past_key_values=PagedCache(4))
+    with pytest.raises(ValueError, match="page_size: 0"):
+        PagedCache(0)
 
 
 def test_generation_without_mask_from_a_static_cache():

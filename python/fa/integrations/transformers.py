@@ -51,6 +51,7 @@ _REFUSED = (
 # The dtype that tells packed sequences from padding: bool and int64 are taken by padding masks.
 _SEGMENTS_DTYPE = torch.int8
 _NOTES = "_fa_padding"
+_PAGES = "_fa_pages"  # on the keys of a PagedCache: which pages are whose
 
 
 def register(name: str = "fa") -> str:
@@ -240,10 +241,11 @@ def attention_forward(
 
     Returns (out [B, Sq, Hq, Dv], None). Rows that are padding are 0 in a causal model.
 
-    Raises NotImplementedError, naming it, for what fa cannot do here: a mask with more than
-    two dimensions, attention weights as a result, biases, head masks, paged caches.
+    Raises NotImplementedError, naming it, for what fa cannot do here: a mask with more than two
+    dimensions, attention weights as a result, biases, head masks, transformers' own paged caches.
     """
     _refuse(attention_mask, kwargs)
+    pages = getattr(key, _PAGES, None)
     q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)  # [B, S, H, D]
     if is_causal is None:
         config = getattr(module, "config", None)
@@ -255,9 +257,15 @@ def attention_forward(
         options["softcap"] = softcap
     if s_aux is not None:
         options["sinks"] = s_aux
-    if sliding_window is not None and k.shape[1] > sliding_window:  # else it hides nothing
+    rows = k.shape[1] if pages is None else pages.length
+    if sliding_window is not None and rows > sliding_window:  # else it hides nothing
         options["window_size"] = (sliding_window - 1, 0 if is_causal else sliding_window - 1)
 
+    if pages is not None:
+        options["page_table"] = pages.table
+        if attention_mask is None:  # every row holds a token
+            attention_mask = torch.ones(q.shape[0], rows, dtype=torch.bool, device=q.device)
+        return _padded(q, k, v, attention_mask, options, rows), None
     if attention_mask is not None and attention_mask.dtype == _SEGMENTS_DTYPE:
         cu_seqlens = _segment_bounds(attention_mask)
         return _packed(q, k, v, cu_seqlens, cu_seqlens, options), None
@@ -266,7 +274,7 @@ def attention_forward(
         return _packed(q, k, v, cu_q.to(torch.int32), cu_k.to(torch.int32), options), None
     if attention_mask is None:
         return cast(Tensor, fa.attention(q, k, v, **options)), None
-    return _padded(q, k, v, attention_mask, options), None
+    return _padded(q, k, v, attention_mask, options, rows), None
 
 
 def _refuse(mask: Tensor | None, kwargs: dict[str, Any]) -> None:
@@ -340,23 +348,30 @@ def _padding_of(mask: Tensor, seqlen_q: int) -> _Padding:
     return _Padding(begin, end, used_q, seqlen_q, left, right, not run)
 
 
-def _padded(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any]) -> Tensor:
-    """Attention with a padding mask [B, M], M at most the number of key rows."""
+def _padded(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, options: dict[str, Any], rows: int
+) -> Tensor:
+    """Attention with a padding mask [B, M], M at most the key rows of a sequence."""
     columns, seqlen_q = mask.shape[1], q.shape[1]
-    if mask.shape[0] != q.shape[0] or columns > k.shape[1]:
+    if mask.shape[0] != q.shape[0] or columns > rows:
         raise ValueError(
             f"attention_mask: shape {tuple(mask.shape)} does not fit {q.shape[0]} sequences with "
-            f"{k.shape[1]} key rows."
+            f"{rows} key rows."
         )
     padding: _Padding | None = getattr(mask, _NOTES, None)
     if padding is None or padding.seqlen_q != seqlen_q or padding.end.device != q.device:
         padding = _padding_of(mask.to(q.device) != 0, seqlen_q)
     aligned = options["causal"] or "window_size" in options
+    if padding.holes and "page_table" in options:
+        raise NotImplementedError(
+            "attention_mask: padding between the tokens of a sequence is not available in a "
+            "PagedCache. Pad on one side only, or use a cache of transformers."
+        )
     if padding.holes:
         return _with_holes(q, k[:, :columns], v[:, :columns], mask != 0, aligned, options)
     if padding.left:
         options["leftpad_k"] = padding.begin
-    if padding.right or columns < k.shape[1]:
+    if padding.right or columns < rows or "page_table" in options:
         options["seqused_k"] = padding.end
     if padding.right and aligned:
         options["seqused_q"] = padding.used_q
