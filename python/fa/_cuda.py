@@ -93,8 +93,9 @@ def _backward_indexed(
     """
     dtype = options.pop("grad_dtype", None)
     entry = index.long()
-    picked = (t.index_select(0, entry) for t in (k, v))
-    dq, dk, dv, dsinks = backward(dout, q, *picked, out, lse, **options, grad_dtype=torch.float32)
+    picked_k, picked_v = (t.index_select(0, entry) for t in (k, v))
+    options["grad_dtype"] = torch.float32
+    dq, dk, dv, dsinks = backward(dout, q, picked_k, picked_v, out, lse, **options)
     sums = []
     for t, grad in ((k, dk), (v, dv)):
         total = torch.zeros(t.shape, dtype=torch.float32, device=t.device)

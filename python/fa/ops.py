@@ -180,7 +180,8 @@ def _backward_cuda(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 def _backward_out_cuda(*args: Tensor, **options: Any) -> Tensor:
-    return (_backward_out if _on_torch() else _cuda.backward_out)(*args, **options)
+    torch_sums = _on_torch() or options.get("kv_batch_idx") is not None
+    return (_backward_out if torch_sums else _cuda.backward_out)(*args, **options)
 
 
 def _refusal(
