@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+import driver_backward
 import libfa
 
 # Streaming multiprocessors and shared memory of an A100 and an H200.
@@ -139,7 +140,9 @@ def plan_text(library: libfa.Library, problem: Problem) -> str:
     if problem.packed:
         p["seq.cu_q"] = p["seq.cu_k"] = 1 << 20
     p["options.sm_count"], p["options.smem_limit"] = NOMINAL[problem.row.arch]
-    return p.explain()
+    if problem.row.op == libfa.BACKWARD:
+        driver_backward.fill_shapes(p, problem)
+    return p.explain(problem.row.op)
 
 
 def _ends(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
@@ -148,9 +151,11 @@ def _ends(problem: Problem) -> tuple[np.ndarray, np.ndarray]:
     return ends[0], ends[1]
 
 
-def run(library: libfa.Library, memory: Any, problem: Problem, seed: int) -> tuple[float, float]:
-    """Largest errors of (out, lse) against numpy in units of their bounds; guards are asserted."""
+def run(library: libfa.Library, memory: Any, problem: Problem, seed: int) -> dict[str, float]:
+    """Largest errors against numpy in units of their bounds; guards are asserted."""
     row = problem.row
+    if row.op == libfa.BACKWARD:
+        return driver_backward.run(library, memory, problem, seed, fill_shapes)
     rng = np.random.default_rng(seed)
     ends_q, ends_k = _ends(problem)
     rows_q, rows_k = int(ends_q[-1]), int(ends_k[-1])
@@ -186,7 +191,8 @@ def run(library: libfa.Library, memory: Any, problem: Problem, seed: int) -> tup
     out = libfa.from_bits(out_all[GUARD:-GUARD], row.dtype).reshape(rows_q, problem.heads_q, -1)
     lse = lse_all[GUARD:-GUARD].reshape(problem.heads_q, rows_q)
     values = {n: libfa.from_bits(b, row.dtype) for n, b in bits.items()}
-    return _errors(problem, values, out, lse)
+    worst_out, worst_lse = _errors(problem, values, out, lse)
+    return {"out": worst_out, "lse": worst_lse}
 
 
 def _errors(
@@ -217,7 +223,7 @@ def _errors(
 
 def check_row(library: libfa.Library, memory: Any, row: libfa.Row, plan: bool) -> list[str]:
     """Sentences about what went wrong with one row; prints one line per problem."""
-    if row.op != libfa.FORWARD:
+    if row.op not in (libfa.FORWARD, libfa.BACKWARD):
         return [f"{row.id}: this driver has no small case for op {row.op}."]
     failures = []
     for problem in problems(row):
@@ -230,7 +236,7 @@ def check_row(library: libfa.Library, memory: Any, row: libfa.Row, plan: bool) -
                 if not named:
                     failures.append(f"{label}: another row was selected.")
                 continue
-            out, lse = run(library, memory, problem, seed=1)
+            errors = run(library, memory, problem, seed=1)
         except libfa.Refused as refused:
             # Only a packed call may be outside of what a row covers; each row has its dense case.
             print(f"{label}: refused: {refused}")
@@ -244,10 +250,11 @@ def check_row(library: libfa.Library, memory: Any, row: libfa.Row, plan: bool) -
         finally:
             if memory is not None:
                 memory.free_all()
-        good = out <= 1 and lse <= 1
-        print(f"{label}: {'ok' if good else 'WRONG'} (error / bound: out {out:.3f}, lse {lse:.3f})")
+        good = max(errors.values()) <= 1
+        text = ", ".join(f"{name} {error:.3f}" for name, error in errors.items())
+        print(f"{label}: {'ok' if good else 'WRONG'} (error / bound: {text})")
         if not good:
-            failures.append(f"{label}: error {out:.2f} x its bound (out), {lse:.2f} x (lse).")
+            failures.append(f"{label}: errors in units of their bounds: {text}.")
     return failures
 
 

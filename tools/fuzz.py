@@ -2,6 +2,8 @@
 # Is there a combination of options on which a backend is wrong, or refuses without a sentence?
 """Draws problems over all options of `fa::forward`, runs each on a backend, compares with fp64.
 
+Every second problem is a backward, where the library holds rows for that.
+
     python3 tools/fuzz.py --count 1000                  # on a GPU; the seed is printed
     python3 tools/fuzz.py --seed 123 --count 1000       # the same problems again
     python3 tools/fuzz.py --device cpu --count 20       # the CPU backend
@@ -21,7 +23,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ CPU_SIZES = ((1.0, 150, 3e7),)
 AHEAD = 16  # problems whose tensors are made in advance
 
 
-def draw(seed: int, number: int, on_cpu: bool) -> Any:
+def draw(seed: int, number: int, on_cpu: bool, backward: bool = False) -> Any:
     """Problem `number` of a seed, the same on every machine."""
     from cases import sweep
 
@@ -47,8 +49,10 @@ def draw(seed: int, number: int, on_cpu: bool) -> Any:
     longest, most = rng.choices([s[1:] for s in sizes], [s[0] for s in sizes])[0]
     while True:
         (case,) = sweep(rng.randrange(2**31), 1, int(longest))
-        if case.cost <= most:
-            return dataclasses.replace(case, backward=False, dlse=False, tag=f"fuzz{seed}_{number}")
+        if case.cost * (2.5 if backward else 1) <= most:
+            dlse = case.dlse and backward
+            tag = f"fuzz{seed}_{number}"
+            return dataclasses.replace(case, backward=backward, dlse=dlse, tag=tag)
 
 
 def as_source(case: Any) -> str:
@@ -61,11 +65,13 @@ def as_source(case: Any) -> str:
     return f"Case({', '.join(given)})"
 
 
-def prepared(seed: int, count: int, on_cpu: bool, device: str) -> Iterator[tuple[Any, Any]]:
+def prepared(
+    seed: int, count: int, on_cpu: bool, device: str, backward: Callable[[int], bool]
+) -> Iterator[tuple[Any, Any]]:
     """(case, inputs) in order; tensors of the next ones are made in other threads meanwhile."""
 
     def make(number: int) -> tuple[Any, Any]:
-        case = draw(seed, number, on_cpu)
+        case = draw(seed, number, on_cpu, backward(number))
         return case, case.make(device)
 
     with ThreadPoolExecutor(1 if on_cpu else 6) as pool:
@@ -80,15 +86,26 @@ def prepared(seed: int, count: int, on_cpu: bool, device: str) -> Iterator[tuple
 
 def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[Counter[str], int]:
     """How often each outcome was seen, and how many problems failed (each is printed)."""
+    import gradients
     import harness
     import torch
 
     seen: Counter[str] = Counter()
     failures = 0
-    for number, (case, inputs) in enumerate(prepared(seed, count, harness.ON_CPU, device)):
+    trained = ("cpu",) if harness.ON_CPU else tuple(row.backend for row in gradients.rows())
+
+    def backward(number: int) -> bool:
+        """Each backend in turn runs a forward, then each of them a backward."""
+        return number // len(backends) % 2 == 1 and backends[number % len(backends)] in trained
+
+    problems = prepared(seed, count, harness.ON_CPU, device, backward)
+    for number, (case, inputs) in enumerate(problems):
         backend = backends[number % len(backends)]
         try:
-            outcome = harness.check_inputs(inputs, backend)
+            if backward(number):
+                outcome = gradients.check_inputs(inputs, backend, deterministic=number % 3 == 0)
+            else:
+                outcome = harness.check_inputs(inputs, backend)
         except Exception as error:
             failures += 1
             print(f"FAILED on {backend}: {as_source(case)}", flush=True)
@@ -98,7 +115,8 @@ def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[
                 break
             continue
         kind = "ran" if outcome == "ran" else "refused"
-        seen[f"{backend} {kind}"] += 1
+        op = "backward " if backward(number) else ""
+        seen[f"{backend} {op}{kind}"] += 1
         for feature in case.features:
             seen[f"with {feature}"] += kind == "ran"
     return seen, failures

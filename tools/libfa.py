@@ -111,6 +111,7 @@ class Library:
         self.c.fa_params_init.restype = None
         self.c.fa_workspace_size.argtypes = [ctypes.c_int, pointer, out_size]
         self.c.fa_forward.argtypes = [pointer, pointer, size, out_size, pointer]
+        self.c.fa_backward.argtypes = self.c.fa_forward.argtypes
         self.c.fa_explain.argtypes = [ctypes.c_int, pointer, ctypes.c_char_p, size]
         self.c.fa_kernel_info.argtypes = [ctypes.c_int, ctypes.POINTER(KernelDesc)]
         self.c.fa_abi_layout.argtypes = [ctypes.POINTER(ctypes.POINTER(Field))]
@@ -199,9 +200,16 @@ class Params:
 
     def forward(self, stream: int, workspace: int = 0, workspace_bytes: int = 0) -> None:
         """Launches the forward on `stream` (a cudaStream_t as a number)."""
+        self._launch(self.library.c.fa_forward, stream, workspace, workspace_bytes)
+
+    def backward(self, stream: int, workspace: int = 0, workspace_bytes: int = 0) -> None:
+        """Launches the backward on `stream`."""
+        self._launch(self.library.c.fa_backward, stream, workspace, workspace_bytes)
+
+    def _launch(self, function: Any, stream: int, workspace: int, workspace_bytes: int) -> None:
         needed = ctypes.c_size_t()
         self.library.check(
-            self.library.c.fa_forward(
+            function(
                 self.buffer,
                 workspace or None,
                 workspace_bytes,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import driver_backward
 import libfa
 
 np = pytest.importorskip("numpy", reason="the torch-free driver needs numpy")
@@ -45,6 +46,22 @@ def test_numpy_reference_agrees_with_the_torch_one(causal: bool) -> None:
     assert np.array_equal(np.isneginf(lse), torch.isneginf(want_lse[0]).numpy())
     seen = np.isfinite(lse)
     assert np.allclose(lse[seen], want_lse[0].numpy()[seen], atol=1e-12)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_numpy_gradients_agree_with_the_torch_ones(softcap: float) -> None:
+    rng = np.random.default_rng(2)
+    shapes = ((9, 4, 16), (7, 2, 16), (7, 2, 8), (9, 4, 8))
+    *inputs, dout = (rng.standard_normal(shape) for shape in shapes)
+    exact, bound, out, lse = driver_backward.gradients(*inputs, dout, True, softcap)
+    tensors = [torch.tensor(t)[None].requires_grad_() for t in inputs]
+    want, want_lse = reference.attention(*tensors, causal=True, softcap=softcap)
+    grads = torch.autograd.grad(want, tensors, torch.tensor(dout)[None])
+    assert np.allclose(out, want[0].detach().numpy(), atol=1e-12)
+    assert np.allclose(lse[:, 2:], want_lse[0, :, 2:].detach().numpy(), atol=1e-12)
+    for (name, mine), right in zip(exact.items(), grads, strict=True):
+        assert np.allclose(mine, right[0].numpy(), atol=1e-12), name
+        assert (bound[name] >= np.abs(mine)).all()
 
 
 def test_params_are_initialised_and_refused_with_a_sentence(library: libfa.Library) -> None:
