@@ -9,7 +9,8 @@
 
 Implementations of a cell alternate within one process, because clocks and temperature move every
 figure by several percent: only ratios within one run mean something. Inputs are standard normal.
-TFLOP/s counts 4·B·H·S²·D, half of it under a causal mask. One JSON line per measurement.
+TFLOP/s counts 4·B·H·S²·D, half of it under a causal mask, the backward 2.5 times that. One JSON
+line per measurement.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import itertools
 import platform
 import subprocess
 import sys
@@ -34,7 +36,7 @@ import bench_impls as impls
 import fa
 import libfa
 
-OPS = ("forward", "shapes", "host", "gemm", "copy")
+OPS = ("forward", "shapes", "backward", "step", "host", "gemm", "copy")
 LOSS = 0.03  # --compare fails on more
 
 
@@ -126,18 +128,25 @@ class Bench:
             impl.quantile(0.8),
         )
 
+    def _table(self) -> tuple[Any, ...]:
+        """Dtypes, head dims, lengths, tokens and hidden size of the forward and backward tables."""
+        o = self.options
+        small = () if self.cuda else (256, 256)
+        lengths = o.lengths or ("1024,4096,16384" if self.cuda else "64,128")
+        dims, sizes = ([int(n) for n in text.split(",")] for text in (o.dims, lengths))
+        return (o.dtypes.split(","), dims, sizes, *small)
+
     def forward(self) -> None:
         """Every cell of the forward table."""
-        o = self.options
-        small = {} if self.cuda else {"tokens": 256, "hidden": 256}
-        lengths = o.lengths or ("1024,4096,16384" if self.cuda else "64,128")
-        table = cells.forward_cells(
-            o.dtypes.split(","),
-            [int(d) for d in o.dims.split(",")],
-            [int(s) for s in lengths.split(",")],
-            **small,
-        )
-        self._cells(table)
+        self._cells(cells.forward_cells(*self._table()))
+
+    def backward(self) -> None:
+        """Gradients through autograd; ours also deterministic."""
+        self._cells(cells.backward_cells(*self._table()))
+
+    def step(self) -> None:
+        """Forward and backward of a training step with grouped heads."""
+        self._cells(cells.step_cells() if self.cuda else [])
 
     def shapes(self) -> None:
         """The second set: groups, windows, packed and unequal lengths, few heads, fp16."""
@@ -155,12 +164,13 @@ class Bench:
         for cell in table:
             tensors = impls.cell_tensors(cell, o.device)
             candidates = [] if o.no_peers else impls.peers(cell, tensors, modules)
-            for backend in backends:
-                one = impls.ours(cell, tensors, backend)
+            modes = (False,) if cell.work != "backward" else (False, True)
+            for backend, deterministic in itertools.product(backends, modes):
+                one = impls.ours(cell, tensors, backend, deterministic)
                 if isinstance(one, str):
                     refused.setdefault((cell.dtype, cell.head_dim, backend, one), []).append(cell)
                 else:
-                    candidates.append(one)
+                    candidates.append(impls.trained(cell, tensors, one))
             chosen, notes = impls.usable(cell, candidates)
             self.notes += notes
             sample_ms = (2.0 if self.cuda else 0.1) * (0.5 if o.quick else 1.0)
@@ -168,6 +178,7 @@ class Bench:
             for impl in chosen:
                 seconds = impl.quantile(0.5) / 1e3
                 figures = {"tflops": cell.flops / seconds / 1e12, "gbs": cell.bytes / seconds / 1e9}
+                figures["deterministic"] = impl.deterministic
                 self.add(impl, timer, cell.fields() | figures)
             self._print_cell(cell, chosen)
         for (dtype, dim, backend, reason), without in refused.items():
@@ -178,7 +189,7 @@ class Bench:
         parts = []
         for impl in chosen:
             rates = [cell.flops / impl.quantile(s) / 1e9 for s in (0.5, 0.8, 0.2)]
-            label = impl.row or impl.name
+            label = (impl.row or impl.name) + " det" * impl.deterministic
             parts.append(f"{label} {rates[0]:.3g} ({rates[1]:.3g}–{rates[2]:.3g})")
         print(f"{cell.name}: " + "; ".join(parts), flush=True)
 
@@ -250,7 +261,9 @@ def main(arguments: list[str] | None = None) -> int:
         if options.json:  # after each, for a run that is cut short
             cells.write_lines(options.json, bench.lines)
     report = cells.forward_table(bench.lines) + [""]
-    report += cells.forward_table(bench.lines, "shapes") + [""] + cells.other_table(bench.lines)
+    for op in ("shapes", "backward", "step"):
+        report += cells.forward_table(bench.lines, op) + [""]
+    report += cells.other_table(bench.lines)
     print("\n".join(["", *report, "", *bench.notes]))
     print(f"{len(bench.lines)} measurements in {time.perf_counter() - start:.0f} s.")
     wrong = [note for note in bench.notes if "WRONG" in note]

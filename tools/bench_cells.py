@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ FIELDS = (
 )
 CELL_FIELDS = (
     *("op", "dtype", "head_dim", "head_dim_v", "causal", "window", "batch", "heads_q", "heads_k"),
-    *("seqlen_q", "seqlen_k", "score", "layout", "deterministic", "num_splits", "l2"),
+    *("seqlen_q", "seqlen_k", "score", "layout", "num_splits", "l2"),
 )
 LENGTHS = (1024, 4096, 16384)
 HEAD_DIMS = (64, 128, 256)
@@ -61,6 +61,7 @@ class Cell:
     window: tuple[int, int] = (-1, -1)
     lengths: tuple[int, ...] = ()  # of packed sequences, q and k alike; seqlen is the longest
     tag: str = ""  # names `lengths`
+    work: str = "forward"  # "backward", or "step": both
 
     @property
     def batch(self) -> int:
@@ -91,20 +92,31 @@ class Cell:
 
     @property
     def flops(self) -> float:
-        """2 (D + D_v) per visible pair of rows and head; a causal square counts as half of S²."""
+        """Forward: 2 (D + D_v) per visible pair of rows and head; backward: 2 (3 D + 2 D_v).
+
+        A causal square counts as half of S².
+        """
         if self.lengths:
             pairs = sum(visible_pairs(n, n, self.causal, self.window) for n in self.lengths)
         else:
             pairs = self.batch * visible_pairs(self.seqlen, self.keys, self.causal, self.window)
-        return 2.0 * pairs * self.heads * (self.head_dim + self.head_dim_v)
+        d, d_v = self.head_dim, self.head_dim_v
+        width = {"forward": d + d_v, "backward": 3 * d + 2 * d_v, "step": 4 * d + 3 * d_v}
+        return 2.0 * pairs * self.heads * width[self.work]
 
     @property
     def bytes(self) -> float:
-        """q, k, v read once and out written once, 2 bytes an element."""
+        """q, k, v read once and out written once, 2 bytes an element; backward: and the gradients.
+
+        That is q, k, v, out, dout read and dq, dk, dv written.
+        """
         rows_q = sum(self.lengths) or self.batch * self.seqlen
         rows_k = sum(self.lengths) or self.batch * self.keys
-        width = self.head_dim + self.head_dim_v
-        return 2.0 * width * (rows_q * self.heads + rows_k * self.key_heads)
+        d, d_v = self.head_dim, self.head_dim_v
+        forward = (d + d_v) * (rows_q * self.heads + rows_k * self.key_heads)
+        gradients = (2 * d + 2 * d_v) * (rows_q * self.heads + rows_k * self.key_heads)
+        size = {"forward": forward, "backward": gradients, "step": forward + gradients}
+        return 2.0 * size[self.work]
 
     @property
     def name(self) -> str:
@@ -113,7 +125,7 @@ class Cell:
     def fields(self) -> Record:
         """What this cell contributes to its JSON lines."""
         return {
-            "op": "forward" if self.plain else "shapes",
+            "op": self.work if self.work != "forward" else "forward" if self.plain else "shapes",
             "dtype": self.dtype,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
@@ -160,7 +172,7 @@ def cell_label(line: Record) -> str:
         words.append(f"S{line['seqlen_q']}")
     else:
         words.append(f"S{line['seqlen_q']}x{line['seqlen_k']}")
-    if line["op"] == "shapes":
+    if line["op"] in ("shapes", "step"):
         words.append(f"B{line['batch']} H{line['heads_q']}")
         if line["heads_k"] != line["heads_q"]:
             words[-1] += f"/{line['heads_k']}"
@@ -182,6 +194,19 @@ def forward_cells(
         for dim in dims
         for causal in (False, True)
         for length in sizes
+    ]
+
+
+def backward_cells(*table: Any) -> list[Cell]:
+    """The cells of the backward table: those of the forward."""
+    return [replace(cell, work="backward") for cell in forward_cells(*table)]
+
+
+def step_cells() -> list[Cell]:
+    """Forward and backward of a training step with grouped heads, 16384 tokens."""
+    return [
+        Cell("bfloat16", 128, True, length, heads_q=32, heads_k=8, work="step")
+        for length in (2048, 4096, 16384)
     ]
 
 
@@ -230,9 +255,10 @@ def cell_key(line: Record) -> tuple[Any, ...]:
 
 
 def column(line: Record) -> str:
-    """Who did the work: a peer's name, or ours with its architecture ("fa sm90")."""
+    """Who did the work: a peer's name, or ours with its architecture ("fa sm90", "… det")."""
     row = line["row"] or ""
-    return f"fa {row.split('_')[0]}" if line["impl"] == "fa" and row else line["impl"]
+    name = f"fa {row.split('_')[0]}" if line["impl"] == "fa" and row else line["impl"]
+    return name + (" det" if line["deterministic"] else "")
 
 
 def is_ours(name: str) -> bool:
@@ -336,12 +362,12 @@ def forward_table(lines: Iterable[Record], op: str = "forward") -> list[str]:
 
 def rival_name(name: str) -> str:
     """What a column of ours is held against."""
-    return "FA2" if name == "fa sm80" else "best peer"
+    return "FA2" if name.startswith("fa sm80") else "best peer"
 
 
 def rival(columns: dict[str, Record], name: str) -> Record | None:
     """The line a column of ours is held against in its cell; None where nothing was measured."""
-    if name == "fa sm80" and "fa2" in columns:
+    if name.startswith("fa sm80") and "fa2" in columns:
         return columns["fa2"]
     return best_peer(columns)
 
@@ -399,7 +425,7 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
     of the peers that both runs measured in the cell; the milliseconds only where there is none.
     """
     changes = []
-    for op in ("forward", "shapes", "backward", "decode", "host"):
+    for op in ("forward", "shapes", "backward", "step", "decode", "host"):
         before_cells = by_cell(old, op)
         for key, columns in by_cell(new, op).items():
             before = before_cells.get(key, {})

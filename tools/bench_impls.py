@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class Impl:
     call: Callable[[], Any]
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
     row: str | None = None
+    deterministic: bool = False
     samples_ms: list[float] = field(default_factory=list)
 
     def quantile(self, share: float) -> float:
@@ -54,9 +55,10 @@ def cell_tensors(cell: Cell, device: str, seed: int = 0) -> tuple[torch.Tensor, 
         (*keys, cell.key_heads, cell.head_dim_v),
     )
     dtype = getattr(torch, cell.dtype)
-    return tuple(
+    tensors = [
         torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
-    )
+    ]
+    return tuple(t.requires_grad_(cell.work != "forward") for t in tensors)
 
 
 def sequence_starts(cell: Cell, device: str) -> torch.Tensor:
@@ -73,7 +75,9 @@ def row_of(text: str) -> str | None:
     return None
 
 
-def ours(cell: Cell, tensors: tuple[torch.Tensor, ...], backend: str) -> Impl | str:
+def ours(
+    cell: Cell, tensors: tuple[torch.Tensor, ...], backend: str, deterministic: bool = False
+) -> Impl | str:
     """The cell on one of our backends, or the reason why that cannot run."""
     q, k, v = tensors
     options: dict[str, Any] = {"causal": cell.causal, "window_size": cell.window}
@@ -89,12 +93,43 @@ def ours(cell: Cell, tensors: tuple[torch.Tensor, ...], backend: str) -> Impl | 
     def context() -> AbstractContextManager[Any]:
         return fa.backend(backend)
 
+    if cell.work != "forward":
+        options["deterministic"] = deterministic
+
     with context():
         reason = fa.supports(q, k, v, **options)
         if reason is not True:
             return str(reason)
-        row = "cpu" if backend == "cpu" else row_of(fa.explain(q, k, v, **options))
-    return Impl("fa", call, context, row)
+        plan = "" if backend == "cpu" else fa.explain(q, k, v, **options)
+    # The plan of the backward stands behind that of the forward.
+    row = "cpu" if backend == "cpu" else row_of(plan[plan.rfind("\nrow ") :])
+    return Impl("fa", call, context, row, deterministic=deterministic)
+
+
+def trained(cell: Cell, tensors: tuple[torch.Tensor, ...], impl: Impl) -> Impl:
+    """`impl` of the forward made to do the work of the cell, through torch.autograd."""
+    if cell.work == "forward":
+        return impl
+    forward, kept = impl.call, []
+    generator = torch.Generator(tensors[0].device).manual_seed(1)
+
+    def dout(out: torch.Tensor) -> torch.Tensor:
+        if len(kept) < 2:
+            kept.append(torch.randn(out.shape, generator=generator, device=out.device).to(out))
+        return kept[1]
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        if not kept:
+            kept.append(forward())
+        return torch.autograd.grad(kept[0], tensors, dout(kept[0]), retain_graph=True)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = forward()
+        if not kept:
+            kept.append(out.detach())
+        return torch.autograd.grad(out, tensors, dout(out))
+
+    return replace(impl, call=backward if cell.work == "backward" else step, samples_ms=[])
 
 
 def _sdpa(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, kind: SDPBackend) -> Impl:
@@ -157,15 +192,18 @@ def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]
     by_sdpa = not cell.lengths and cell.window == (-1, -1)
     by_sdpa = by_sdpa and not (cell.causal and cell.seqlen != cell.keys)
     if tensors[0].device.type == "cpu":
-        return [_sdpa(cell, tensors, "sdpa", SDPBackend.MATH)] if by_sdpa else []
+        sdpa = _sdpa(cell, tensors, "sdpa", SDPBackend.MATH)
+        return [trained(cell, tensors, sdpa)] if by_sdpa else []
     found = []
     if by_sdpa:
         found += [
             _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
             _sdpa(cell, tensors, "cudnn", SDPBackend.CUDNN_ATTENTION),
         ]
-    found += [_module_call(cell, tensors, name, module) for name, module in modules.items()]
-    return found
+    for name, module in modules.items():
+        if cell.work == "forward" or module != "fa3_fwd_interface":  # that wheel has no backward
+            found.append(_module_call(cell, tensors, name, module))
+    return [trained(cell, tensors, impl) for impl in found]
 
 
 def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
@@ -175,12 +213,13 @@ def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
     """
     good: list[Impl] = []
     notes: list[str] = []
-    answers: list[torch.Tensor] = []
+    answers: list[tuple[torch.Tensor, ...]] = []
     for impl in sorted(impls, key=lambda impl: impl.name == "fa"):
         try:
             with impl.context():
-                answer = impl.call().float()
-            if answer.is_cuda:
+                answer = impl.call()
+            answer = tuple(t.float() for t in (answer if isinstance(answer, tuple) else (answer,)))
+            if answer[0].is_cuda:
                 torch.cuda.synchronize()
         except Exception as error:
             notes.append(
@@ -189,7 +228,7 @@ def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
             )
             continue
         if answers:
-            gap = (answer - answers[0]).abs().max().item()
+            gap = max(_gap(a, b) for a, b in zip(answer, answers[0], strict=True))
             if not gap <= TOLERANCE.get(cell.dtype, 1e-4):
                 notes.append(
                     f"{cell.name}: WRONG: {impl.name} {impl.row or ''} differs from "
@@ -200,6 +239,11 @@ def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
             answers.append(answer)
         good.append(impl)
     return good, notes
+
+
+def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
+    """Largest difference, relative to the largest element where that is above 1."""
+    return (a - b).abs().max().item() / max(1.0, b.abs().max().item())
 
 
 # --- clocks -------------------------------------------------------------------------------------
@@ -252,12 +296,12 @@ def time_interleaved(
         with impl.context():
             timer.sample(impl.call, 2)
             estimate = timer.sample(impl.call, 2)
-        calls[impl.name, impl.row] = max(1, min(max_calls, round(sample_ms / max(estimate, 1e-4))))
+        calls[id(impl)] = max(1, min(max_calls, round(sample_ms / max(estimate, 1e-4))))
     for turn in range(repeats):
         for step in range(len(impls)):
             impl = impls[(turn + step) % len(impls)]
             with impl.context():
-                impl.samples_ms.append(timer.sample(impl.call, calls[impl.name, impl.row]))
+                impl.samples_ms.append(timer.sample(impl.call, calls[id(impl)]))
 
 
 @contextlib.contextmanager

@@ -53,6 +53,13 @@ def block(lines: list[Record]) -> str:
     if shapes:
         text += ["", "Other shapes: batch B, query and key heads H, window (left, right).", ""]
         text += shapes
+    for op, title in (
+        ("backward", "Backward, through autograd; det: deterministic."),
+        ("step", "Forward and backward of a training step, grouped heads."),
+    ):
+        table = forward_table(lines, op)
+        if table:
+            text += ["", title, "", *table]
     extra = other_table(lines)
     if extra:
         text += ["", *extra]

@@ -188,13 +188,27 @@ def test_smoke_run(tmp_path: Path) -> None:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_lines(file)
-    assert {x["op"] for x in found} == {"forward", "shapes", "host", "gemm", "copy"}
+    assert {x["op"] for x in found} == {"forward", "shapes", "backward", "host", "gemm", "copy"}
+    modes = {(x["impl"], x["deterministic"]) for x in found if x["op"] == "backward"}
+    assert modes == {("fa", False), ("fa", True), ("sdpa", False)}
     assert {x["impl"] for x in found if x["op"] == "forward"} == {"fa", "sdpa"}
     entries = {x["impl"] for x in found if x["op"] == "host"}
     assert entries == {"sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward"}
     assert all(x["median_ms"] > 0 and x["repeats"] >= 3 for x in found)
     assert len({x["run_id"] for x in found}) == 1
     assert "geometric mean" in done.stdout
+
+
+def test_backward_cells_count_five_products() -> None:
+    from bench_cells import backward_cells, step_cells
+
+    (cell,) = backward_cells(["bfloat16"], [128], [1024])[:1]
+    (forward,) = forward_cells(["bfloat16"], [128], [1024])[:1]
+    assert cell.flops == 2.5 * forward.flops
+    assert cell.fields()["op"] == "backward"
+    assert {c.fields()["op"] for c in step_cells()} == {"step"}
+    line = lines()[0] | {"impl": "fa", "row": SM90, "deterministic": True}
+    assert column(line) == "fa sm90 det"
 
 
 def test_a_wrong_result_is_not_timed() -> None:
