@@ -104,4 +104,13 @@ FA_HOST_DEVICE constexpr QueryRange query_range(const Band& band, int k_first, i
                     end,   any_lo,     any_hi};
 }
 
+// Keys [begin, end) between the first and the last that some row of a sequence sees.
+struct KeySpan {
+  int begin, end;
+};
+FA_HOST_DEVICE constexpr KeySpan seen_keys(const Band& band, int q_len, int k_len) {
+  return KeySpan{max_of(0, band.first_key(0)),
+                 min_of(k_len, min_of(band.last_key(q_len - 1), kUnlimited - 1) + 1)};
+}
+
 }  // namespace fa

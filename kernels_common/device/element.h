@@ -19,6 +19,10 @@ template <>
 struct ElementOf<DType::kBf16> {
   using type = cutlass::bfloat16_t;
 };
+template <>
+struct ElementOf<DType::kE4m3> {
+  using type = cutlass::float_e4m3_t;
+};
 template <DType kType>
 using Element = typename ElementOf<kType>::type;
 
@@ -30,6 +34,20 @@ FA_DEVICE uint32_t pack_pair(float low, float high) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   else
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// Four fp32 values to the bytes of one register, `a` lowest; beyond 448 they saturate.
+FA_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
+  uint32_t packed;
+  asm("{\n"
+      ".reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n"
+      "}"
+      : "=r"(packed)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
   return packed;
 }
 

@@ -59,6 +59,21 @@ struct ScoreArgs {
   int64_t slopes_stride_batch, slopes_stride_head;  // elements
 };
 
+// Factors of stored e4m3 numbers, [B, Hkv]; null: 1.
+struct DescaleArg {
+  const float* data;
+  int64_t stride_batch, stride_head;  // elements, 0 where one factor serves all
+};
+
+// V with its keys contiguous and in the order of value_keys.h, made by a kernel of its own from
+// FwdArgs::v: [batch (packed k: 1), heads_k, dim_v, tiles * kValueTile] e4m3.
+struct TransposedV {
+  void* data;         // workspace
+  int32_t tiles;      // of kValueTile keys, in one head
+  int64_t stride_dim;  // elements between the columns of the V that was passed: 1, or its rows are
+                       // contiguous and this is not
+};
+
 struct FwdArgs {
   TensorArg q, k, v, out;
   float* lse;  // [B, Hq, Sq] or packed [Hq, total_q]; null: not wanted
@@ -69,6 +84,7 @@ struct FwdArgs {
   int32_t heads_q, heads_k, group;  // group = heads_q / heads_k
   int32_t dim_qk, dim_v;            // real dims, <= the row's head dims, multiples of 8
   int32_t out_fp32;                 // 1: out holds fp32
+  int32_t out_fp16;                 // e4m3 only: 1: out holds fp16, else bf16 or fp32
   ScoreArgs score;
   float scale_log2;     // of what ScoreArgs leaves: softmax scale * log2(e), capped
                         // 2 * softcap * log2(e), with ALiBi 1
@@ -76,6 +92,8 @@ struct FwdArgs {
   const void* sinks;    // [Hq] or null: raw logits that only enter the denominator
   int64_t sinks_stride;
   int32_t sinks_dtype;  // fa_dtype
+  DescaleArg q_descale, k_descale, v_descale;
+  TransposedV v_keys;  // e4m3 only
 };
 
 // Dropout of P: docs/numerics.md has the formula of the keep bit.

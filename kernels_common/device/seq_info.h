@@ -33,23 +33,19 @@ FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int t
   return lo;
 }
 
-// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
-// tiles).
-FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
+// Sequence b, m_first left 0. "Sequence" B of a packed q are the rows that belong to none: q_len =
+// k_len = 0, all empty.
+FA_HOST_DEVICE SeqInfo sequence_info(const SeqArgs& args, int b) {
   SeqInfo s{};
-  int b = batch;
+  s.index = b;
   if (args.cu_q != nullptr) {
-    b = find_sequence(args.cu_q, args.batch, tile_m, m);
     s.q_begin = args.cu_q[b];
     s.q_slot = (b == args.batch ? args.total_q : args.cu_q[b + 1]) - s.q_begin;
-    s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
-    if (b == args.batch) return s;  // rows of no sequence: q_len = k_len = 0, all empty
+    if (b == args.batch) return s;
   } else {
     s.q_batch = b;
     s.q_slot = args.seqlen_q;
-    s.m_first = m * tile_m;
   }
-  s.index = b;
   s.q_len = args.used_q == nullptr ? s.q_slot : clamp_to(args.used_q[b], 0, s.q_slot);
   int slot_k = args.seqlen_k;
   if (args.cu_k != nullptr) {
@@ -113,6 +109,20 @@ FA_HOST_DEVICE KeyTileInfo key_tile_info(const SeqArgs& args, int n, int batch, 
 FA_HOST_DEVICE int64_t workspace_tile(const BwdArgs& args, const KeyTileInfo& t, int head_q,
                                       int m) {
   return int64_t(t.q_batch * args.heads_q + head_q) * args.rows.tiles_m + t.q_tile + m;
+}
+
+// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
+// tiles).
+FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
+  if (args.cu_q == nullptr) {
+    SeqInfo s = sequence_info(args, batch);
+    s.m_first = m * tile_m;
+    return s;
+  }
+  const int b = find_sequence(args.cu_q, args.batch, tile_m, m);
+  SeqInfo s = sequence_info(args, b);
+  s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
+  return s;
 }
 
 }  // namespace fa

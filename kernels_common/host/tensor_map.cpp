@@ -87,7 +87,9 @@ fa_status encode_tensor_map(const TensorMapSpec& spec, void* map) {
   const CUresult result =
       encoder.function(static_cast<CUtensorMap*>(map), type, 4, const_cast<void*>(spec.data),
                        extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                       spec.swizzle_128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_NONE,
+                       spec.swizzle_128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                       : spec.swizzle_64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                         : CU_TENSOR_MAP_SWIZZLE_NONE,
                        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return FA_OK;
   return fail(FA_ERROR_CUDA,

@@ -21,6 +21,7 @@ struct TensorMapSpec {
                             // extent is <= 1
   int box[4];               // each <= 256; box[0] * element size <= 128 for the 128-byte swizzle
   bool swizzle_128;         // false: no swizzle
+  bool swizzle_64 = false;  // instead: box[0] * element size <= 64
 };
 
 // `map` points at 128 bytes aligned to 64 (a CUtensorMap).

@@ -14,6 +14,28 @@
 
 namespace fa::sm90 {
 
+// All tiles: rows of 128 (or 64) bytes inside a panel, panels one after the other, slots last.
+template <class Atom, int kRows, int kCols, int kSlots>
+using SlotTiles = decltype(cute::tile_to_shape(
+    Atom{}, cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kSlots>>{}));
+
+template <class E>
+using WideAtom = cute::GMMA::Layout_K_SW128_Atom<E>;
+
+// V as the B operand of P·V, (dim_v, keys, stage): it lies as (keys, dim_v), or transposed.
+template <class E, bool kTransposed, int kKeys, int kDim, int kSlots>
+struct ValueTiles {
+  using type = SlotTiles<WideAtom<E>, kDim, kKeys, kSlots>;
+};
+template <class E, int kKeys, int kDim, int kSlots>
+struct ValueTiles<E, false, kKeys, kDim, kSlots> {
+  using type = decltype(cute::composition(
+      SlotTiles<WideAtom<E>, kKeys, kDim, kSlots>{},
+      cute::make_layout(cute::Shape<cute::Int<kDim>, cute::Int<kKeys>, cute::Int<kSlots>>{},
+                        cute::make_stride(cute::Int<kKeys>{}, cute::_1{},
+                                          cute::Int<kKeys * kDim>{}))));
+};
+
 template <class Row>
 struct FwdTypes {
   static constexpr KernelConfig kConfig = Row::kConfig;
@@ -25,7 +47,14 @@ struct FwdTypes {
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kConsumers = kThreads / kWarpgroupThreads - 1;
   static constexpr int kConsumerWarps = 4 * kConsumers;
-  static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
+  static constexpr bool kFp8 = kConfig.dtype == DType::kE4m3;
+  static constexpr int kElementBytes = kFp8 ? 1 : 2;
+  // Columns of one swizzled panel of Q and K: 128 bytes, or 64 for a row of 64 e4m3 numbers.
+  static constexpr int kPanel = kFp8 ? (kDimQk % 128 == 0 ? 128 : 64) : 64;
+  static constexpr int kOutPanel = 64;  // of O: 16-bit numbers
+  // Probabilities reach 2^8 in e4m3, whose largest number is 448: never saturated, for the maximum
+  // is taken over in every block, and small ones keep their bits down to 2^-14.
+  static constexpr float kProbabilityShift = kFp8 ? 8.f : 0.f;
 
   // A wide O, or a third warpgroup to share with, leaves a thread no register: what it keeps
   // besides costs time or a stack frame.
@@ -34,18 +63,20 @@ struct FwdTypes {
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
-                "16-bit forward rows have one dtype for q, k and v");
+                "Hopper forward rows have one dtype for q, k and v");
   static_assert(kTileM == 64 * kConsumers,
                 "each consumer warpgroup owns 64 query rows: tile_m = 16 * (warps - 4)");
-  static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
-                "head dims of a row are multiples of 64");
-  static_assert(kTileN % 16 == 0 && kTileN <= 256, "tile_n is a multiple of 16, at most 256");
+  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims of a row are multiples of 64");
+  static_assert(kTileN % (kFp8 ? 32 : 16) == 0 && kTileN <= 256,
+                "tile_n is a multiple of 16 (e4m3: 32), at most 256");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma,
                 "only TMA loaders exist on Hopper");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.step == StepKind::kOverlap);
+  static_assert(kConfig.step == (kFp8 ? StepKind::kSerial : StepKind::kOverlap),
+                "16-bit rows overlap the products of two key blocks, e4m3 rows do not");
   static_assert(kConfig.rescale == Rescale::kAlways);
-  static_assert(kOwnOutput || kDimV <= kDimQk, "O can reuse Q's buffer only if it is no wider");
+  static_assert(kOwnOutput || (kDimV <= kDimQk && !kFp8),
+                "O can reuse Q's buffer only if it is no wider");
 
   using E = Element<kConfig.dtype>;
   using Turns = typename TurnsOf<kConfig.turns, kConsumers>::type;
@@ -54,21 +85,13 @@ struct FwdTypes {
   using Cursor = std::conditional_t<kPacked, PackedCursor<kSlots>, SlotCursor<kSlots>>;
   using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandBits>;
 
-  // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots
-  // last.
-  template <int kRows, int kCols, int kSlots>
-  using Tile = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_K_SW128_Atom<E>{},
-      cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kSlots>>{}));
-  using LayoutQ = Tile<kTileM, kDimQk, kQSlots>;  // (tile_m, dim_qk, slot)
-  using LayoutK = Tile<kTileN, kDimQk, kStages>;  // (tile_n, dim_qk, stage)
-  using LayoutV = Tile<kTileN, kDimV, kStages>;   // (tile_n, dim_v, stage)
-  // The same V as the B operand of P·V: (dim_v, tile_n, stage)
-  using LayoutVt = decltype(cute::composition(
-      LayoutV{},
-      cute::make_layout(
-          cute::Shape<cute::Int<kDimV>, cute::Int<kTileN>, cute::Int<kStages>>{},
-          cute::make_stride(cute::Int<kTileN>{}, cute::_1{}, cute::Int<kTileN * kDimV>{}))));
+  using Atom = std::conditional_t<kPanel * kElementBytes == 128, WideAtom<E>,
+                                  cute::GMMA::Layout_K_SW64_Atom<E>>;
+  using LayoutQ = SlotTiles<Atom, kTileM, kDimQk, kQSlots>;  // (tile_m, dim_qk, slot)
+  using LayoutK = SlotTiles<Atom, kTileN, kDimQk, kStages>;  // (tile_n, dim_qk, stage)
+  // e4m3: V comes transposed, in panels of 128 keys, of which the last may bring more than a block.
+  static constexpr int kLoadedKeys = kFp8 ? (kTileN + 127) / 128 * 128 : kTileN;
+  using LayoutVt = typename ValueTiles<E, kFp8, kLoadedKeys, kDimV, kStages>::type;
 
   template <int kM, int kN>
   using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;
@@ -79,16 +102,25 @@ struct FwdTypes {
       cute::GMMA::ss_op_selector<E, E, float, Shape<kTileM, kTileN, kDimQk>>(), Warpgroups{}));
   using MmaPv = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<E, E, float, Shape<kTileM, kDimV, kTileN>, cute::GMMA::Major::K,
-                                 cute::GMMA::Major::MN>(),
+                                 kFp8 ? cute::GMMA::Major::K : cute::GMMA::Major::MN>(),
       Warpgroups{}));
+
+  // e4m3: P·V by parts of at most 128 columns, so that a part's sum fits beside O.
+  static constexpr int kPvDim = kDimV < 128 ? kDimV : 128, kPvParts = kDimV / kPvDim;
+  using MmaPvPart = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<E, E, float, Shape<kTileM, kPvDim, kTileN>, cute::GMMA::Major::K,
+                                 kFp8 ? cute::GMMA::Major::K : cute::GMMA::Major::MN>(),
+      Warpgroups{}));
+  using PartAcc = decltype(cute::partition_fragment_C(MmaPvPart{}, Extent<kTileM, kPvDim>{}));
 
   using ScoreAcc = decltype(cute::partition_fragment_C(MmaQk{}, Extent<kTileM, kTileN>{}));
   using OutputAcc = decltype(cute::partition_fragment_C(MmaPv{}, Extent<kTileM, kDimV>{}));
   using Probabilities =
       decltype(cute::make_tensor<E>(cute::partition_shape_A(MmaPv{}, Extent<kTileM, kTileN>{})));
 
-  static constexpr int kQBytes = kTileM * kDimQk * 2, kKBytes = kTileN * kDimQk * 2,
-                       kVBytes = kTileN * kDimV * 2;
+  static constexpr int kQBytes = kTileM * kDimQk * kElementBytes,
+                       kKBytes = kTileN * kDimQk * kElementBytes,
+                       kVBytes = kLoadedKeys * kDimV * kElementBytes;
 };
 
 }  // namespace fa::sm90

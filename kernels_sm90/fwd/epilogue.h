@@ -21,8 +21,6 @@ FA_DEVICE void store_matrices(uint32_t address, uint32_t a, uint32_t b, uint32_t
 template <class Row>
 class FwdEpilogue {
   using T = FwdTypes<Row>;
-  using E = typename T::E;
-
   using Output = typename T::OutputAcc;
 
  public:
@@ -30,10 +28,14 @@ class FwdEpilogue {
       : args_(args), map_(map), thread_(thread) {}
 
   // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
-  FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile, E* rows) const {
+  FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile, uint16_t* rows) const {
     const float sink = sink_of(args_, tile.head_q);
     const float sinks[2] = {sink, sink};
-    softmax.finish(args_.scale_log2, sinks);
+    softmax.finish(scale_log2<Row>(args_, tile), sinks, T::kProbabilityShift);
+    if constexpr (T::kFp8) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) softmax.sum[r] *= tile.v_descale;
+    }
     // A row without keys is 0 by definition: 0 · inf of another row's V must not show.
     auto view = acc_view(o);  // (2, dim_v / 4)
     CUTE_UNROLL
@@ -47,7 +49,7 @@ class FwdEpilogue {
     // A box clips only at the end of the tensor: packed sequences end before it.
     const bool fits = args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
     if (fits && args_.out_fp32 == 0)
-      store_box(o, tile, rows + thread_.warp() * 16 * T::kPanel);
+      store_box(o, tile, rows + thread_.warp() * 16 * T::kOutPanel);
     else
       store_rows(view, tile);
   }
@@ -58,6 +60,16 @@ class FwdEpilogue {
   }
 
  private:
+  // Two columns of a 16-bit O.
+  FA_DEVICE uint32_t pack(float low, float high) const {
+    if constexpr (T::kFp8) {
+      if (args_.out_fp16 != 0) return pack_pair<DType::kFp16>(low, high);
+      return pack_pair<DType::kBf16>(low, high);
+    } else {
+      return pack_pair<T::kConfig.dtype>(low, high);
+    }
+  }
+
   FA_DEVICE int lane() const { return thread_.index() % 32; }
   // Of view row 0; row 1 is eight further.
   FA_DEVICE int first_row() const { return thread_.warp_of_lane() * 16 + lane() / 4; }
@@ -85,7 +97,7 @@ class FwdEpilogue {
   }
 
   // The wait for the previous tile's store stands here, a whole tile later.
-  FA_DEVICE void store_box(const Output& o, const FwdTile& tile, E* rows) const {
+  FA_DEVICE void store_box(const Output& o, const FwdTile& tile, uint16_t* rows) const {
     if constexpr (T::kOwnOutput) {
       if (lane() == 0) tma_store_wait_read();
       __syncwarp();
@@ -103,20 +115,19 @@ class FwdEpilogue {
       const uint32_t address =
           base + i / 4 * (T::kTileM * 128) + (((i % 4 * 2 + half) ^ (row % 8)) * 16);
       const float* f = o.data() + 8 * i;
-      constexpr DType kType = T::kConfig.dtype;
-      store_matrices(address, pack_pair<kType>(f[0], f[1]), pack_pair<kType>(f[2], f[3]),
-                     pack_pair<kType>(f[4], f[5]), pack_pair<kType>(f[6], f[7]));
+      store_matrices(address, pack(f[0], f[1]), pack(f[2], f[3]), pack(f[4], f[5]),
+                     pack(f[6], f[7]));
     }
     fence_async_shared();
     __syncwarp();
     const int q_row = tile.seq.m_first + 16 * thread_.warp();
     if (lane() == 0 && q_row < tile.seq.q_slot) {
       CUTE_UNROLL
-      for (int panel = 0; panel < T::kDimV / T::kPanel; ++panel)
-        if (panel * T::kPanel < args_.dim_v)
+      for (int panel = 0; panel < T::kDimV / T::kOutPanel; ++panel)
+        if (panel * T::kOutPanel < args_.dim_v)
           tma_store(
-              map_, rows + panel * T::kTileM * T::kPanel,
-              BoxCoord{panel * T::kPanel, tile.seq.q_begin + q_row, tile.head_q, tile.seq.q_batch});
+              map_, rows + panel * T::kTileM * T::kOutPanel,
+              BoxCoord{panel * T::kOutPanel, tile.seq.q_begin + q_row, tile.head_q, tile.seq.q_batch});
       tma_store_commit();
     }
   }
@@ -137,8 +148,7 @@ class FwdEpilogue {
         if (args_.out_fp32 != 0)
           *reinterpret_cast<float2*>(at + 16 * c) = float2{view(r, c), view(r, c + 1)};
         else
-          *reinterpret_cast<uint32_t*>(at + 8 * c) =
-              pack_pair<T::kConfig.dtype>(view(r, c), view(r, c + 1));
+          *reinterpret_cast<uint32_t*>(at + 8 * c) = pack(view(r, c), view(r, c + 1));
       }
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/attend_tile.h"
+#include "kernels_sm90/fwd/fp8_step.h"
 #include "kernels_sm90/fwd/producer.h"
 #include "kernels_sm90/fwd/step.h"
 
@@ -32,7 +33,8 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
 template <class Row>
 FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread) {
   using T = FwdTypes<Row>;
-  FwdStep<Row> step(smem, params.args, params.out, thread);
+  using Step = std::conditional_t<T::kFp8, Fp8Step<Row>, FwdStep<Row>>;
+  Step step(smem, params.args, params.out, thread);
   for (typename T::template Cursor<T::kTight, kTileSlots> at{0};; at.advance()) {
     const int slot = at.slot();
     mbarrier_wait(&smem.tile_slots.full[slot], at.parity());
@@ -42,7 +44,7 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     const int passed = work ? tile.passed[step.warpgroup()] : 0;
     // Every warpgroup takes one turn per block, passed or not, and one for the last product of a
     // tile that is not carried into the next.
-    const int alone = T::kOwnOutput && !work ? 1 : 0;
+    const int alone = Step::kCarry && !work ? 1 : 0;
 #pragma unroll 1
     for (int i = 0; i < alone + passed; ++i) {
       step.settle();
@@ -61,7 +63,7 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     }
     if (work) {
       step.pass_query();
-      if constexpr (!T::kOwnOutput) step.settle();
+      if constexpr (!Step::kCarry) step.settle();
     } else {
       store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
     }

@@ -21,7 +21,10 @@ struct TmaKv {
     load<T::kDimQk>(k_map, smem.k, smem.k_slots, k_at, tile, n);
   }
   FA_DEVICE void load_v(const FwdTile& tile, int n) {
-    load<T::kDimV>(v_map, smem.v, smem.v_slots, v_at, tile, n);
+    if constexpr (T::kFp8)
+      load_transposed(tile, n);
+    else
+      load<T::kDimV>(v_map, smem.v, smem.v_slots, v_at, tile, n);
   }
 
  private:
@@ -31,7 +34,7 @@ struct TmaKv {
                              const FwdTile& tile, int n) {
     mbarrier_wait(&slots.empty[at.slot()], at.parity());
     uint64_t* full = &slots.full[at.slot()];
-    mbarrier_expect(full, T::kTileN * kDim * 2);
+    mbarrier_expect(full, T::kTileN * kDim * T::kElementBytes);
     CUTE_UNROLL
     for (int panel = 0; panel < kDim / T::kPanel; ++panel)
       tma_load<L2Policy::kEvictLast>(
@@ -39,6 +42,19 @@ struct TmaKv {
           BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * T::kTileN, tile.head_k,
                    tile.seq.k_batch});
     at.advance();
+  }
+
+  // Panels of 128 keys of all columns; keys behind the sequence's are zeros or another's.
+  FA_DEVICE void load_transposed(const FwdTile& tile, int n) {
+    mbarrier_wait(&smem.v_slots.empty[v_at.slot()], v_at.parity());
+    uint64_t* full = &smem.v_slots.full[v_at.slot()];
+    mbarrier_expect(full, T::kVBytes);
+    CUTE_UNROLL
+    for (int panel = 0; panel < T::kLoadedKeys / 128; ++panel)
+      tma_load<L2Policy::kEvictLast>(
+          v_map, smem.v + (v_at.slot() * T::kLoadedKeys + panel * 128) * T::kDimV, full,
+          BoxCoord{tile.v_begin + n * T::kTileN + panel * 128, 0, tile.head_k, tile.v_batch});
+    v_at.advance();
   }
 };
 

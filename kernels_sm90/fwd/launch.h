@@ -7,20 +7,37 @@
 #include "kernels_common/host/registry.h"
 #include "kernels_common/host/tensor_map.h"
 #include "kernels_sm90/fwd/kernel.h"
+#include "kernels_sm90/fwd/transpose_v.h"
 
 namespace fa::sm90 {
 
-// A [B, S, H, D] tensor seen in boxes of `rows` x 64 columns of one head.
+// A [B, S, H, D] tensor seen in boxes of `rows` x 64 columns (e4m3: `columns`) of one head.
 inline fa_status encode_rows(const char* name, const TensorArg& tensor, DType dtype, int64_t dim,
                              int64_t rows, int64_t heads, int64_t batch, int box_rows,
-                             TensorMap* map) {
+                             TensorMap* map, int columns = 64) {
+  const int bytes = dtype == DType::kE4m3 ? 1 : 2;
+  const TensorMapSpec spec{.name = name,
+                           .data = tensor.data,
+                           .dtype = dtype,
+                           .extent = {dim, rows, heads, batch},
+                           .stride_bytes = {tensor.stride_row * bytes, tensor.stride_head * bytes,
+                                            tensor.stride_batch * bytes},
+                           .box = {columns, box_rows, 1, 1},
+                           .swizzle_128 = columns * bytes == 128,
+                           .swizzle_64 = columns * bytes == 64};
+  return encode_tensor_map(spec, map);
+}
+
+// The transposed V in boxes of 128 keys x all columns of the row.
+inline fa_status encode_value_keys(const FwdArgs& args, int dim, TensorMap* map) {
+  const int64_t keys = int64_t{args.v_keys.tiles} * kValueTile;
   const TensorMapSpec spec{
-      .name = name,
-      .data = tensor.data,
-      .dtype = dtype,
-      .extent = {dim, rows, heads, batch},
-      .stride_bytes = {tensor.stride_row * 2, tensor.stride_head * 2, tensor.stride_batch * 2},
-      .box = {64, box_rows, 1, 1},
+      .name = "v transposed",
+      .data = args.v_keys.data,
+      .dtype = DType::kE4m3,
+      .extent = {keys, args.dim_v, args.heads_k, args.seq.cu_k == nullptr ? args.seq.batch : 1},
+      .stride_bytes = {keys, keys * args.dim_v, keys * args.dim_v * args.heads_k},
+      .box = {128, dim, 1, 1},
       .swizzle_128 = true};
   return encode_tensor_map(spec, map);
 }
@@ -39,15 +56,19 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
                           : seq.batch_index_k != nullptr ? int64_t{1} << 30
                                                          : seq.batch;
   FA_TRY(encode_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM,
-                     &params->q));
+                     &params->q, T::kPanel));
   if (k_rows > 0) {  // otherwise no block is ever loaded
     FA_TRY(encode_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN,
-                       &params->k));
-    FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
-                       &params->v));
+                       &params->k, T::kPanel));
+    if constexpr (T::kFp8)
+      FA_TRY(encode_value_keys(args, T::kDimV, &params->v));
+    else
+      FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
+                         &params->v));
   }
+  constexpr DType kOutType = T::kFp8 ? DType::kBf16 : kType;  // TMA only moves 16 bits
   if (args.out_fp32 == 0)
-    FA_TRY(encode_rows("out", args.out, kType, args.dim_v, q_rows, args.heads_q, q_batch, 16,
+    FA_TRY(encode_rows("out", args.out, kOutType, args.dim_v, q_rows, args.heads_q, q_batch, 16,
                        &params->out));
   return FA_OK;
 }
@@ -57,11 +78,21 @@ const void* function() {
   return reinterpret_cast<const void*>(&fa_fwd<Row>);
 }
 
+// Writes V as the row wants it into the workspace.
+template <class Row>
+fa_status transpose_values(FwdArgs& args, void* stream) {
+  const int64_t blocks = transpose_blocks(args);
+  if (blocks == 0) return FA_OK;
+  return launch_row<Row>(reinterpret_cast<const void*>(&fa_transpose_v<Row>),
+                         static_cast<int>(blocks), kTransposeThreads, 0, &args, stream);
+}
+
 template <class Row>
 fa_status launch(const LaunchArgs& args, void* stream) {
   KernelParams<Row> params{};
   params.args = args.fwd;
-  FA_TRY(encode_maps<Row>(args.fwd, &params));
+  if constexpr (FwdTypes<Row>::kFp8) FA_TRY(transpose_values<Row>(params.args, stream));
+  FA_TRY(encode_maps<Row>(params.args, &params));
   return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
                          &params, stream);
 }

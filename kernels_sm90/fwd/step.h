@@ -16,12 +16,13 @@ class FwdStep {
   using E = typename T::E;
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
-  static constexpr bool kCarry = T::kOwnOutput;
   // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
   // thread.
   static constexpr bool kRescaleLate = T::kWideOutput;
 
  public:
+  static constexpr bool kCarry = T::kOwnOutput;
+
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
       : smem_(smem),
         args_(args),

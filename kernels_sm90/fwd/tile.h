@@ -4,7 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/score.h"
-#include "kernels_common/device/seq_info.h"
+#include "kernels_common/device/value_keys.h"
 #include "kernels_sm90/fwd/config.h"
 
 namespace fa::sm90 {
@@ -18,6 +18,9 @@ struct FwdTile {
   int head_q, head_k;
   int keys_lo, keys_hi;         // keys that some row of the sequence sees
   int scrub_first, scrub_last;  // the first (rightmost), last block holds V rows outside them
+  // e4m3: factors of scores and of V; where the tile's V begins in FwdArgs::v_keys.
+  float scale_log2, qk_descale, v_descale;
+  int v_begin, v_batch;
   int passed[4];  // per consumer warpgroup: blocks at the right end that none of its rows sees
   int last;       // 1: no tile, the block is done
 
@@ -25,18 +28,42 @@ struct FwdTile {
   FA_DEVICE bool has_work() const { return last == 0 && range.begin < range.end; }
 };
 
+template <class Row>
+FA_DEVICE float scale_log2(const FwdArgs& args, const FwdTile& tile) {
+  if constexpr (FwdTypes<Row>::kFp8) return tile.scale_log2;
+  return args.scale_log2;
+}
+
+FA_DEVICE float descale_of(const DescaleArg& arg, int sequence, int head_k) {
+  return arg.data == nullptr
+             ? 1.f
+             : arg.data[sequence * arg.stride_batch + head_k * arg.stride_head];
+}
+
+// e4m3: descales of q and k go into the factor that scores are multiplied by anyway. It stays above
+// 0, so that 0 gives uniform weights without 0 · −inf.
+FA_DEVICE void find_descales(const FwdArgs& args, FwdTile& tile) {
+  const int b = tile.seq.index;
+  if (b >= args.seq.batch) return;  // rows of no sequence
+  const float qk = descale_of(args.q_descale, b, tile.head_k) *
+                   descale_of(args.k_descale, b, tile.head_k);
+  const bool inside = args.score.capped != 0 || args.score.slopes != nullptr;
+  tile.qk_descale = inside ? qk : 1.f;
+  tile.scale_log2 = inside ? args.scale_log2 : fmaxf(args.scale_log2 * qk, 1e-30f);
+  tile.v_descale = descale_of(args.v_descale, b, tile.head_k);
+  tile.v_begin = value_tile_begin(args.seq, b) * kValueTile;
+  tile.v_batch = args.seq.cu_k == nullptr ? b : 0;
+}
+
 // V rows that no row of the sequence sees may hold NaN, and 0 · NaN is NaN. Only the first and the
 // last block of a tile can bring such rows; behind the end of the tensor TMA brings zeros.
 template <class Row>
 FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
   using T = FwdTypes<Row>;
   const SeqInfo& s = tile.seq;
-  tile.keys_lo = 0;
-  tile.keys_hi = s.k_len;
-  if constexpr (T::Mask::kNeeded) {
-    tile.keys_lo = max_of(0, tile.band.first_key(0));
-    tile.keys_hi = min_of(s.k_len, min_of(tile.band.last_key(s.q_len - 1), kUnlimited - 1) + 1);
-  }
+  const KeySpan seen = seen_keys(tile.band, s.q_len, s.k_len);
+  tile.keys_lo = seen.begin;
+  tile.keys_hi = seen.end;
   const int end_of_tensor = (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;
   tile.scrub_first = tile.range.end * T::kTileN > tile.keys_hi && tile.keys_hi < end_of_tensor;
   tile.scrub_last = tile.range.begin * T::kTileN < tile.keys_lo;
@@ -86,6 +113,10 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
     tile.score = score_tile(args.score, s.index, head_q, s.q_len, s.k_len);
   tile.last = 0;
   find_hidden_keys<Row>(args.seq, tile);
+  if constexpr (T::kFp8) {
+    tile.scrub_first = tile.scrub_last = 0;  // the transposed V has zeros there
+    find_descales(args, tile);
+  }
   find_passed_blocks<Row>(tile);
 }
 
