@@ -17,7 +17,7 @@ constexpr int64_t kMaxDim = 256;
 struct Dtypes {
   int32_t fp16 = aoti_torch_dtype_float16(), bf16 = aoti_torch_dtype_bfloat16(),
           fp32 = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(),
-          uint8 = aoti_torch_dtype_uint8();
+          uint8 = aoti_torch_dtype_uint8(), e4m3 = aoti_torch_dtype_float8_e4m3fn();
   int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
 };
 inline const Dtypes& torch_constants() {
@@ -27,7 +27,11 @@ inline const Dtypes& torch_constants() {
 
 inline int32_t fa_dtype_of(int32_t dtype) {
   const Dtypes& c = torch_constants();
-  return dtype == c.fp16 ? FA_FP16 : dtype == c.bf16 ? FA_BF16 : dtype == c.fp32 ? FA_FP32 : 0;
+  return dtype == c.fp16   ? FA_FP16
+         : dtype == c.bf16 ? FA_BF16
+         : dtype == c.fp32 ? FA_FP32
+         : dtype == c.e4m3 ? FA_E4M3
+                           : 0;
 }
 
 // Thrown by a check that fails; what is wrong in words is Python's part.
@@ -75,7 +79,7 @@ inline void read_shape(const Stack& s, Call& c) {
   const bool packed_q = s.has(kCuQ), packed_k = s.has(kCuK);
   const Tensor &q = c.q, &k = c.k, &v = c.v;
   const Dtypes& d = torch_constants();
-  check(q.dtype == d.fp16 || q.dtype == d.bf16, "q's dtype");
+  check(q.dtype == d.fp16 || q.dtype == d.bf16 || q.dtype == d.e4m3, "q's dtype");
   check(k.dtype == q.dtype && v.dtype == q.dtype, "dtypes");
   check(k.with(q) && v.with(q), "devices");
   check(q.dim == (packed_q ? 3 : 4) && k.dim == (packed_k ? 3 : 4) && v.dim == k.dim, "dims");
@@ -123,12 +127,33 @@ inline int32_t window(int64_t keys) {
   return static_cast<int32_t>(keys < kUnlimitedWindow ? keys : kUnlimitedWindow);
 }
 
+// Broadcastable to [B, Hkv].
+inline fa_factors descale(const Stack& s, const Call& c, int i) {
+  fa_factors f{};
+  if (!s.has(i)) return f;
+  const Tensor t(s.tensor(i));
+  const Dtypes& d = torch_constants();
+  check(c.q.dtype == d.e4m3 && t.with(c.q) && t.dtype == d.fp32 && t.dim <= 2, kArguments[i].name);
+  f.data = t.data;
+  f.dtype = FA_FP32;
+  if (t.dim >= 1 && t.size(-1) != 1) {
+    check(t.size(-1) == c.params.shape.heads_k, kArguments[i].name);
+    f.stride_head = t.stride(-1);
+  }
+  if (t.dim == 2 && t.size(0) != 1) {
+    check(t.size(0) == c.params.shape.batch, kArguments[i].name);
+    f.stride_batch = t.stride(0);
+  }
+  return f;
+}
+
 inline void read_options(const Stack& s, Call& c) {
-  for (int unbuilt : {kPageTable, kQDescale, kKDescale, kVDescale, kPhilox})
+  for (int unbuilt : {kPageTable, kPhilox})
     check(!s.has(unbuilt), kArguments[unbuilt].name);
   check(s.integer(kDescaleBlockQ) == 0 && s.integer(kDescaleBlockK) == 0, "descale_block");
   check(s.number(kDropout) == 0, "dropout_p");
   fa_params& p = c.params;
+  p.descale = {descale(s, c, kQDescale), descale(s, c, kKDescale), descale(s, c, kVDescale)};
   if (s.has(kScale)) {
     const double scale = s.number(kScale);
     check(std::isfinite(scale) && scale >= 0, "softmax_scale");
@@ -151,7 +176,8 @@ inline void read_options(const Stack& s, Call& c) {
   if (s.has(kSinks)) {
     const Tensor t(s.tensor(kSinks));
     check(t.with(c.q) && t.dim == 1 && t.size(0) == heads, "sinks");
-    check(t.dtype == c.q.dtype || t.dtype == torch_constants().fp32, "sinks");
+    const Dtypes& d = torch_constants();
+    check(t.dtype == d.fp32 || t.dtype == (c.q.dtype == d.e4m3 ? d.bf16 : c.q.dtype), "sinks");
     p.score.sinks = {t.data, 0, t.stride(0), 0, fa_dtype_of(t.dtype), 0};
   }
   if (s.has(kAlibi)) {
@@ -187,6 +213,12 @@ inline AtenTensorHandle empty_like_order(const Tensor& q, const int64_t* shape, 
   FA_TORCH(aoti_torch_empty_strided, q.dim, shape, strides, dtype, q.device_type, q.device_index,
            &tensor);
   return tensor;
+}
+
+inline bool can_store(const Call& c, int32_t dtype) {
+  const Dtypes& d = torch_constants();
+  if (dtype == d.fp32) return true;
+  return c.q.dtype == d.e4m3 ? dtype == d.bf16 || dtype == d.fp16 : dtype == c.q.dtype;
 }
 
 inline void out_shape(const Call& c, int64_t* shape) {

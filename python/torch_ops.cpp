@@ -35,8 +35,9 @@ struct Results {
 };
 
 void allocate(const Stack& s, const Call& c, Results& results) {
-  const int32_t dtype = s.scalar_type(kOutDtype, c.q.dtype);
-  check(dtype == c.q.dtype || dtype == torch_constants().fp32, "out_dtype");
+  const Dtypes& d = torch_constants();
+  const int32_t dtype = s.scalar_type(kOutDtype, c.q.dtype == d.e4m3 ? d.bf16 : c.q.dtype);
+  check(can_store(c, dtype), "out_dtype");
   int64_t shape[4], strides[3] = {1, 1, 1};
   out_shape(c, shape);
   results.out = empty_like_order(c.q, shape, dtype);
@@ -51,8 +52,7 @@ void check_buffers(const Stack& s, const Call& c, const Tensor& out, const Tenso
   int64_t shape[4];
   const int32_t fp32 = torch_constants().fp32;
   out_shape(c, shape);
-  check(out.with(c.q) && out.dim == c.q.dim && (out.dtype == c.q.dtype || out.dtype == fp32),
-        "out");
+  check(out.with(c.q) && out.dim == c.q.dim && can_store(c, out.dtype), "out");
   for (int d = 0; d < out.dim; ++d) check(out.sizes[d] == shape[d], "out");
   check(s.scalar_type(kOutDtype, out.dtype) == out.dtype, "out_dtype");
   const int dim = lse_shape(c, shape);

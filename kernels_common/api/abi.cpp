@@ -59,6 +59,8 @@ fa_status check_workspace(const Plan& plan, const void* workspace, size_t bytes,
     return fail(FA_ERROR_WORKSPACE,
                 "the workspace has %zu bytes, the call needs %zu. Ask fa_workspace_size() first.",
                 workspace == nullptr ? size_t{0} : bytes, plan.workspace_bytes);
+  if (reinterpret_cast<uintptr_t>(workspace) % 256 != 0)
+    return fail(FA_ERROR_INVALID, "the workspace %p is not aligned to 256 bytes.", workspace);
   return FA_OK;
 }
 
@@ -72,8 +74,9 @@ fa_status run(Op op, const fa_params* params, void* workspace, size_t bytes, siz
   log_plan(plan, problem, device, kernels());
   const bool nothing = plan.grid == 0 && plan.rows.num_tiles == 0 && problem.grad.dsinks == nullptr;
   if (nothing) return FA_OK;
-  return plan.main->launch(
-      op == Op::kBackward ? bind_backward(plan, problem, workspace) : bind(plan, problem), stream);
+  return plan.main->launch(op == Op::kBackward ? bind_backward(plan, problem, workspace)
+                                               : bind(plan, problem, workspace),
+                           stream);
 }
 
 // The text of a plan, or of a refusal with the reasons of every row.

@@ -61,6 +61,20 @@ FA_HOST_DEVICE SeqInfo sequence_info(const SeqArgs& args, int b) {
   return s;
 }
 
+// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
+// tiles).
+FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
+  if (args.cu_q == nullptr) {
+    SeqInfo s = sequence_info(args, batch);
+    s.m_first = m * tile_m;
+    return s;
+  }
+  const int b = find_sequence(args.cu_q, args.batch, tile_m, m);
+  SeqInfo s = sequence_info(args, b);
+  s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
+  return s;
+}
+
 // The same for a tile of keys: which query rows can see it, and which of its rows are real keys.
 struct KeyTileInfo {
   int batch;             // of the slopes and of dropout
@@ -109,20 +123,6 @@ FA_HOST_DEVICE KeyTileInfo key_tile_info(const SeqArgs& args, int n, int batch, 
 FA_HOST_DEVICE int64_t workspace_tile(const BwdArgs& args, const KeyTileInfo& t, int head_q,
                                       int m) {
   return int64_t(t.q_batch * args.heads_q + head_q) * args.rows.tiles_m + t.q_tile + m;
-}
-
-// `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
-// tiles).
-FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
-  if (args.cu_q == nullptr) {
-    SeqInfo s = sequence_info(args, batch);
-    s.m_first = m * tile_m;
-    return s;
-  }
-  const int b = find_sequence(args.cu_q, args.batch, tile_m, m);
-  SeqInfo s = sequence_info(args, b);
-  s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
-  return s;
 }
 
 }  // namespace fa

@@ -189,9 +189,11 @@ fa_status check_score(const fa_params& p) {
   if (!(std::isfinite(s.softcap) && s.softcap >= 0))
     return fail(FA_ERROR_INVALID, "score.softcap is %g, it must be finite and >= 0 (0: off).",
                 s.softcap);
-  if (s.sinks.data != nullptr && s.sinks.dtype != FA_FP32 && s.sinks.dtype != p.q.dtype)
-    return fail(FA_ERROR_INVALID, "sinks have dtype %s (%d), they must be fp32 or %s like q.",
-                name_of(s.sinks.dtype), s.sinks.dtype, name_of(p.q.dtype));
+  const int32_t sinks = p.q.dtype == FA_E4M3 ? FA_BF16 : p.q.dtype;
+  if (s.sinks.data != nullptr && s.sinks.dtype != FA_FP32 && s.sinks.dtype != sinks)
+    return fail(FA_ERROR_INVALID, "sinks have dtype %s (%d), they must be fp32 or %s%s.",
+                name_of(s.sinks.dtype), s.sinks.dtype, name_of(sinks),
+                sinks == p.q.dtype ? " like q" : "");
   if (s.sinks.data != nullptr && (s.sinks.block != 0 || s.sinks.stride_batch != 0))
     return fail(FA_ERROR_INVALID,
                 "sinks have block %d and batch stride %" PRId64

@@ -9,7 +9,7 @@
 #include <limits>
 #include <numeric>
 
-#include "kernels_common/device/tile_scheduler.h"
+#include "kernels_common/device/value_keys.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/refusal.h"
 
@@ -60,6 +60,13 @@ constexpr float kLog2E = 1.4426950408889634f;
 // Beyond 1e30 a cap hides nothing, and its products with log2(e) and 2 stay finite.
 float cap_of(const Problem& p) { return std::min(p.softcap, 1e30f); }
 
+// The transposed V of an e4m3 call; 0 for other rows.
+size_t transposed_bytes(const KernelEntry& row, const Problem& p) {
+  if (row.config.dtype != DType::kE4m3) return 0;
+  const int64_t planes = int64_t{p.heads_k} * (p.packed_k() ? 1 : p.seq.batch);
+  return static_cast<size_t>(planes * p.dim_v * value_tiles(p.seq) * kValueTile);
+}
+
 bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
   return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
 }
@@ -97,7 +104,7 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
                 "tiles in one call. Split the call along the batch.",
                 tiles_m, heads);
   plan->num_splits = 1;
-  plan->workspace_bytes = 0;
+  plan->workspace_bytes = p.empty() ? 0 : transposed_bytes(row, p);
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
   plan->grid = grid_of(row, p, device, num_tiles);
   const int section =
@@ -108,7 +115,7 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   return FA_OK;
 }
 
-LaunchArgs bind(const Plan& plan, const Problem& p) {
+LaunchArgs bind(const Plan& plan, const Problem& p, void* workspace) {
   LaunchArgs args{};
   FwdArgs& f = args.fwd;
   f.q = p.q;
@@ -135,6 +142,11 @@ LaunchArgs bind(const Plan& plan, const Problem& p) {
   f.scale_log2 = softmax_factor(p);
   // fp32 results show the rounding of the largest probability, which 16-bit results hide.
   f.rescale_limit = f.out_fp32 ? 0.f : 8.f;
+  f.out_fp16 = p.out_dtype == DType::kFp16 ? 1 : 0;
+  f.q_descale = p.q_descale;
+  f.k_descale = p.k_descale;
+  f.v_descale = p.v_descale;
+  f.v_keys = TransposedV{workspace, static_cast<int32_t>(value_tiles(p.seq)), p.v_stride_dim};
   f.sinks = p.sinks;
   f.sinks_stride = p.sinks_stride;
   f.sinks_dtype = p.sinks_dtype;

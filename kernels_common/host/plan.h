@@ -33,7 +33,7 @@ std::string describe(const Plan& plan, const Problem& problem, const DeviceInfo&
                      Table table);
 
 // Kernel arguments; no field has an optional meaning left beyond what launch_args.h says.
-LaunchArgs bind(const Plan& plan, const Problem& problem);
+LaunchArgs bind(const Plan& plan, const Problem& problem, void* workspace);
 LaunchArgs bind_backward(const Plan& plan, const Problem& problem, void* workspace);
 
 // Score options in the form of score.h, and what the softmax multiplies its scores by.

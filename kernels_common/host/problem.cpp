@@ -95,10 +95,16 @@ void fill_tensors(const fa_params& p, const Extents& e, Problem& r) {
   r.q = tensor_arg(p.q, e.q);
   r.k = tensor_arg(p.k, e.k);
   r.v = tensor_arg(p.v, e.v);
+  r.v_stride_dim = e.v.rows > 1 && p.v.stride_row == 1 ? p.v.stride_dim : 1;
+  if (r.v_stride_dim != 1) r.v.stride_row = 1;
   r.out = tensor_arg(p.out, e.out);
   r.lse = p.lse.data;
   r.lse_stride_batch = e.q.packed ? 0 : p.lse.stride_batch;
   r.lse_stride_head = p.lse.stride_head;
+}
+
+DescaleArg descale_arg(const fa_factors& f) {
+  return DescaleArg{static_cast<const float*>(f.data), f.stride_batch, f.stride_head};
 }
 
 void fill_meaning(const fa_params& p, Problem& r) {
@@ -130,7 +136,10 @@ void fill_meaning(const fa_params& p, Problem& r) {
   r.dropout_p = p.dropout.p;
   r.seed_offset = p.dropout.seed_offset;
   r.paged = p.pages.table != nullptr;
-  r.descale = p.descale.q.data || p.descale.k.data || p.descale.v.data;
+  r.q_descale = descale_arg(p.descale.q);
+  r.k_descale = descale_arg(p.descale.k);
+  r.v_descale = descale_arg(p.descale.v);
+  r.descale_blocks = p.descale.q.block > 0 || p.descale.k.block > 0 || p.descale.v.block > 0;
 }
 
 void fill_gradients(const fa_params& p, const Extents& e, Problem& r) {

@@ -37,10 +37,13 @@ struct Problem {
   const float* alibi_slopes;  // null: none
   int64_t alibi_stride_batch, alibi_stride_head;
 
+  DescaleArg q_descale, k_descale, v_descale;
+  int64_t v_stride_dim;  // 1, or v is transposed: its rows are contiguous
+
   // Facts that no field above carries; a row that cannot serve one is refused by why_not().
   float dropout_p;
   const int64_t* seed_offset;  // [2] on the device
-  bool paged, descale;
+  bool paged, descale_blocks;
   int32_t num_splits;
 
   Gradients grad;
@@ -51,6 +54,7 @@ struct Problem {
 
   bool packed_q() const { return seq.cu_q != nullptr; }
   bool packed_k() const { return seq.cu_k != nullptr; }
+  bool descale() const { return q_descale.data || k_descale.data || v_descale.data; }
   bool alibi() const { return alibi_slopes != nullptr; }
   bool banded() const { return band.left >= 0 || band.right >= 0 || band.chunk > 0; }
   // No query row at all: nothing is written, nothing is launched.

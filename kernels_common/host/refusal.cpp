@@ -79,10 +79,10 @@ std::string missing_parts(const Problem& p, Table table) {
   add(std::none_of(table.begin(), table.end(),
                    [&p](const KernelEntry* e) { return e->config.op == p.op; }),
       p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
-  add(p.dtype == DType::kE4m3 || p.kv_dtype == DType::kE4m3, "fp8 arithmetic");
+  add(p.kv_dtype == DType::kE4m3 && p.dtype != DType::kE4m3, "16-bit queries on e4m3 keys");
   add(p.softcap > 0 || p.alibi(), "the score policy `any`");
   add(p.paged, "a paged loader");
-  add(p.descale, "descales");
+  add(p.descale_blocks, "descales per block of rows");
   add(p.dropout_p > 0, "dropout");
   add(p.num_splits > 1, "splitting the keys");
   return parts;
@@ -90,7 +90,7 @@ std::string missing_parts(const Problem& p, Table table) {
 
 // Options that no column of the table can state yet.
 bool beyond_the_table(const Problem& p) {
-  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale || p.dropout_p > 0 ||
+  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || p.dropout_p > 0 ||
          p.num_splits > 1;
 }
 
@@ -176,7 +176,8 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
   if (bits & kMisfitPages)
     reasons.add(p.paged ? "no page table"
                         : "reads k and v through a page table, the call has none");
-  if (bits & kMisfitDescale) reasons.add("no descales");
+  if (bits & kMisfitDescale)
+    reasons.add(row.dtype == DType::kE4m3 ? "no descales per block of rows" : "no descales");
   if (bits & kMisfitDropout) reasons.add("no dropout");
   if (bits & kMisfitSplits) reasons.add("cannot split the keys (num_splits %d)", p.num_splits);
   if (bits & kMisfitBatchIndex)
@@ -220,7 +221,7 @@ std::string describe_call(const Problem& p) {
   if (p.alibi()) call += ", ALiBi";
   if (p.sinks) call += ", sinks";
   if (p.paged) call += ", pages";
-  if (p.descale) call += ", descales";
+  if (p.descale()) call += p.descale_blocks ? ", descales per block" : ", descales";
   if (p.dropout_p > 0) {
     std::snprintf(text, sizeof(text), ", dropout %g", p.dropout_p);
     call += text;

@@ -43,7 +43,7 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require(row.score == ScoreKind::kAny || p.softcap == 0, kMisfitSoftcap);
   require(row.score == ScoreKind::kAny || !p.alibi(), kMisfitAlibi);
   require((row.kv == LoadKind::kPaged) == p.paged, kMisfitPages);
-  require(!p.descale, kMisfitDescale);
+  require(row.dtype == DType::kE4m3 ? !p.descale_blocks : !p.descale(), kMisfitDescale);
   require(p.dropout_p == 0, kMisfitDropout);
   require(p.num_splits <= 1, kMisfitSplits);
   if (row.arch == 90) {

@@ -35,6 +35,7 @@ try:
     from fa.functional import attention, attention_varlen, combine
     from fa.kernels import explain, kernels, supports
     from fa.kvcache import append_kv, attention_kvcache
+    from fa.quantize import QuantizedQkv, quantize_qkv
 except ImportError as _error:
     if _error.name is None or _error.name.partition(".")[0] != "fa":
         raise
@@ -45,6 +46,7 @@ except ImportError as _error:
     ) from _error
 
 __all__ = [
+    "QuantizedQkv",
     "__version__",
     "append_kv",
     "attention",
@@ -56,6 +58,7 @@ __all__ = [
     "flash_attn",
     "flash_attn_interface",
     "kernels",
+    "quantize_qkv",
     "reference",
     "supports",
 ]

@@ -334,6 +334,8 @@ def params_from_tensors(
         row = heads_q * dim_v
         plane = 0 if packed_q else q_shape[1] * row
         code = dtype_code(out_dtype if out_dtype is not None else q.dtype)
+        if code == DTYPES["float8_e4m3fn"]:
+            code = DTYPES["bfloat16"]
         values[_OUT : _OUT + 6] = (0, plane, row, dim_v, 1, code)
     if lse is not None:
         stride = lse.stride()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fa import _abi, _backend, _buffers, _lib, _validate
-from fa._layout import empty_like_order
+from fa._layout import empty_like_order, out_dtypes
 
 _WORKSPACE = 3  # FA_ERROR_WORKSPACE
 
@@ -40,7 +40,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     """`fa::_forward` for CUDA tensors."""
     _validate.forward(q, k, v, options, kernels=True)
     check_padding(q, v)
-    out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), options.get("out_dtype"))
+    dtype = options.get("out_dtype") or out_dtypes(q.dtype)[0]
+    out = empty_like_order(q, (*q.shape[:-1], v.shape[-1]), dtype)
     lse = torch.empty(_buffers.lse_shape(q, options), dtype=torch.float32, device=q.device)
     _launch(_lib.load().fa_forward, q, forward_params(q, k, v, out, lse, options))
     return out, lse

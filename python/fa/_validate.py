@@ -34,9 +34,6 @@ KERNEL_MAX_ROWS = 1 << 30
 # Option -> its value when it is off: what kernel rows do not do.
 _NO_ROW: dict[str, Any] = {
     "page_table": None,
-    "q_descale": None,
-    "k_descale": None,
-    "v_descale": None,
     "descale_block_q": 0,
     "descale_block_k": 0,
     "dropout_p": 0.0,
@@ -116,15 +113,15 @@ def _numbers(options: Options) -> None:
 def _dtypes(
     q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...], kernels: bool
 ) -> None:
-    if kernels:
-        for name, t in (("q", q), ("k", k), ("v", v)):
-            if t.dtype.itemsize == 1 and t.dtype.is_floating_point:
-                names = ", ".join(str(d) for d in allowed)
+    if kernels and q.dtype in allowed:
+        for name, t in (("k", k), ("v", v)):
+            if t.dtype == FP8:
                 raise NotImplementedError(
-                    f"{name}: no kernel row of this version takes {t.dtype}. Rows take {names}."
+                    f"{name}: no kernel row of this version reads {FP8} {name} with q of "
+                    f"{q.dtype}. Quantise q as well (fa.quantize_qkv), or run the torch "
+                    'implementation with fa.backend("cpu").'
                 )
-    else:
-        allowed = (*allowed, FP8)
+    allowed = (*allowed, FP8)
     names = ", ".join(str(d) for d in allowed)
     if q.dtype not in allowed:
         cure = (

@@ -68,6 +68,7 @@ inline constexpr std::array kRows = {
     entry("sm90_fwd_bf16_d64_band", hopper_row(kBf16, 64, MaskKind::kBand), 91136),
     entry("sm90_fwd_bf16_d64_none", hopper_row(kBf16, 64, MaskKind::kNone), 91136),
     entry("sm90_fwd_fp16_d128_band", hopper_row(kFp16, 128, MaskKind::kBand), 164864),
+    entry("sm90_fwd_e4m3_d64_band", hopper_row(DType::kE4m3, 64, MaskKind::kBand), 91136),
     entry("sm80_fwd_bf16_d128_band", ampere_row(kBf16, 128), 65536),
     entry("sm80_fwd_bf16_d64_band", ampere_row(kBf16, 64), 49152),
     entry("sm80_fwd_fp16_d128_band", ampere_row(kFp16, 128), 65536),

@@ -96,7 +96,7 @@ void arguments() {
   call.params.shape.seqlen_q = 300;
   Planned p = plan_call(call);
   expect(p.status == FA_OK, last_error());
-  LaunchArgs args = bind(p.plan, p.problem);
+  LaunchArgs args = bind(p.plan, p.problem, nullptr);
   const FwdArgs& f = args.fwd;
   expect(f.group == 4 && f.heads_q == 8 && f.heads_k == 2 && f.dim_qk == 72 && f.dim_v == 72,
          "heads and dims");
@@ -121,7 +121,7 @@ void arguments() {
   call.params.k.data = call.params.v.data = nullptr;
   p = plan_call(call);
   expect(p.status == FA_OK, last_error());
-  expect(bind(p.plan, p.problem).fwd.k.data != nullptr,
+  expect(bind(p.plan, p.problem, nullptr).fwd.k.data != nullptr,
          "without keys a tensor map still gets an address");
 }
 
@@ -133,7 +133,7 @@ void scores() {
     Problem p{};
     expect(make_problem(Op::kForward, &call.params, DataCheck::kRequired, &p) == FA_OK,
            last_error());
-    return bind(Plan{}, p).fwd;
+    return bind(Plan{}, p, nullptr).fwd;
   };
   const auto near = [](float a, float b) { return std::fabs(a - b) <= 1e-6f * std::fabs(b); };
   call.params.score.softcap = 30;

@@ -146,7 +146,7 @@ void options_without_rows() {
     change(call.params);
     expect_refused(call, FA_ERROR_UNSUPPORTED, part);
     expect_contains(last_error(), "fa: not supported: ");
-    expect_contains(last_error(), "Nearest of 8 rows: ");
+    expect_contains(last_error(), "Nearest of 9 rows: ");
   };
   const fa_factors factors{some_array(), 0, 0, 0, FA_FP32, 0};
   refused([](fa_params& p) { p.score.softcap = 30; }, "no softcap");
@@ -167,7 +167,7 @@ void options_without_rows() {
   // The rows of the call's own size come first; what no column can state gets no line.
   Call small = Call(2, 512, 512, 8, 8, 64).h200();
   small.params.score.softcap = 30;
-  expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 8 rows: sm90_fwd_bf16_d64_band: ");
+  expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 9 rows: sm90_fwd_bf16_d64_band: ");
   small.params.options.num_splits = 2;
   expect_refused(small, FA_ERROR_UNSUPPORTED, "No column of tools/variants.csv states that.");
 }

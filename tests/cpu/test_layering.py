@@ -20,7 +20,8 @@ COMMON, API, HOST, DEVICE = (
 )
 SHARED_VALUES = (f"{HOST}kernel_config.h", f"{API}fa.h")  # plain values that both sides read
 HOST_SAFE = tuple(
-    f"{DEVICE}{n}.h" for n in ("launch_args", "block_range", "philox", "tile_scheduler")
+    f"{DEVICE}{n}.h"
+    for n in ("launch_args", "block_range", "philox", "tile_scheduler", "value_keys")
 )
 ARROWS: dict[str, tuple[str, ...]] = {
     DEVICE: (DEVICE, *SHARED_VALUES),

@@ -177,8 +177,7 @@ def test_kernel_rows_take_it_or_refuse_by_name(name: str) -> None:
     inputs = tuple(t.bfloat16() for t in (Q, K, V))
     if name in CHANGES:
         given, options, _ = CHANGES[name]
-        if given is not STORED:
-            inputs = tuple(t.bfloat16() for t in given)
+        inputs = given if given is STORED else tuple(t.bfloat16() for t in given)
     else:
         options = {name: KEEPS[name][-1]}
     if name in _NO_ROW:

@@ -77,10 +77,28 @@ CU = {
 }
 LENGTHS = torch.tensor([3, 16], dtype=INT)
 
+FP8 = [t.to(torch.float8_e4m3fn) for t in (Q, K, V)]
+FP8_COLUMNS = torch.empty(2, 2, 64, 32, dtype=torch.uint8).view(FP8[0].dtype)  # [B, H, D, S]
+
 GOOD: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
     "plain": ([Q, K, V], {}),
     "causal": ([Q, K, V], {"causal": True, "window_left": 3, "softmax_scale": 0.25}),
     "window": ([Q, K, V], {"window_left": 0, "window_right": 1 << 40, "attention_chunk": 7}),
+    "fp8": (FP8, {"causal": True}),
+    "fp8 descales": (
+        FP8,
+        {
+            "q_descale": torch.ones(1),
+            "k_descale": torch.ones(2, 2).T,
+            "v_descale": torch.ones(2, 1),
+            "out_dtype": torch.float16,
+            "sinks": torch.zeros(4).bfloat16(),
+        },
+    ),
+    "fp8 v transposed": (
+        [*FP8[:2], FP8_COLUMNS[..., :20].permute(0, 3, 1, 2)],
+        {"out_dtype": torch.float32, "k_descale": torch.tensor(2.0)},
+    ),
     "fp16 bhsd": ([bhsd(t).half() for t in (Q, K, V)], {"out_dtype": torch.float32}),
     "dims between": (tensors(2, 9, 20, 4, 2, 72, dv=40), {}),
     "expanded": ([Q[:, :, :1].expand_as(Q), K[:1].expand_as(K), V], {"num_splits": 1}),
@@ -107,7 +125,7 @@ def test_both_implementations_fill_the_same_params(
     (q, k, v), options = case
     out, lse = torch.ops.fa_dry._forward(q, k, v, **options)
     _validate.forward(q, k, v, options, kernels=True)
-    dtype = options.get("out_dtype") or q.dtype
+    dtype = options.get("out_dtype") or _layout.out_dtypes(q.dtype)[0]
     want_out = _layout.empty_like_order(q, (*q.shape[:-1], v.shape[-1]), dtype)
     assert (out.shape, out.stride(), out.dtype) == (want_out.shape, want_out.stride(), dtype)
     assert lse.shape == _buffers.lse_shape(q, options) and lse.dtype == torch.float32
@@ -141,7 +159,14 @@ def test_forward_out_writes_where_it_is_told(shim: ctypes.CDLL) -> None:
 def bad_calls() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
     return {
         "dtype": ([Q.float(), K.float(), V.float()], {}),
-        "fp8": ([t.to(torch.float8_e4m3fn) for t in (Q, K, V)], {}),
+        "fp8 cache": ([Q, *(t.to(torch.float8_e4m3fn) for t in (K, V))], {}),
+        "fp8 descale": (FP8, {"q_descale": torch.ones(3)}),
+        "fp8 descale dtype": (FP8, {"v_descale": torch.ones(1).double()}),
+        "fp8 descale batch": (FP8, {"v_descale": torch.ones(3, 1)}),
+        "fp8 descale dims": (FP8, {"v_descale": torch.ones(1, 1, 1)}),
+        "fp8 out_dtype": (FP8, {"out_dtype": torch.float8_e4m3fn}),
+        "fp8 sinks": (FP8, {"sinks": torch.zeros(4).half()}),
+        "fp8 blocks": (FP8, {"k_descale": torch.ones(2, 2, 1), "descale_block_k": 64}),
         "mixed dtypes": ([Q, K.half(), V], {}),
         "dims": ([Q[0], K, V], {}),
         "packed dims": ([Q, K, V], CU),
