@@ -148,8 +148,7 @@ inline fa_factors descale(const Stack& s, const Call& c, int i) {
 }
 
 inline void read_options(const Stack& s, Call& c) {
-  for (int unbuilt : {kPageTable, kPhilox})
-    check(!s.has(unbuilt), kArguments[unbuilt].name);
+  for (int unbuilt : {kPageTable, kPhilox}) check(!s.has(unbuilt), kArguments[unbuilt].name);
   check(s.integer(kDescaleBlockQ) == 0 && s.integer(kDescaleBlockK) == 0, "descale_block");
   check(s.number(kDropout) == 0, "dropout_p");
   fa_params& p = c.params;

@@ -68,8 +68,8 @@ struct DescaleArg {
 // V with its keys contiguous and in the order of value_keys.h, made by a kernel of its own from
 // FwdArgs::v: [batch (packed k: 1), heads_k, dim_v, tiles * kValueTile] e4m3.
 struct TransposedV {
-  void* data;         // workspace
-  int32_t tiles;      // of kValueTile keys, in one head
+  void* data;          // workspace
+  int32_t tiles;       // of kValueTile keys, in one head
   int64_t stride_dim;  // elements between the columns of the V that was passed: 1, or its rows are
                        // contiguous and this is not
 };

@@ -41,8 +41,8 @@ struct ValueTile {
   // NaN.
   static constexpr int kLargestBlock = 256;
   FA_HOST_DEVICE constexpr bool read() const {
-    return first < kLargestBlock || (first + kValueTile + kLargestBlock > seen.begin &&
-                                     first < seen.end + kLargestBlock);
+    return first < kLargestBlock ||
+           (first + kValueTile + kLargestBlock > seen.begin && first < seen.end + kLargestBlock);
   }
 };
 

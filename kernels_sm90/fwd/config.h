@@ -31,9 +31,9 @@ template <class E, int kKeys, int kDim, int kSlots>
 struct ValueTiles<E, false, kKeys, kDim, kSlots> {
   using type = decltype(cute::composition(
       SlotTiles<WideAtom<E>, kKeys, kDim, kSlots>{},
-      cute::make_layout(cute::Shape<cute::Int<kDim>, cute::Int<kKeys>, cute::Int<kSlots>>{},
-                        cute::make_stride(cute::Int<kKeys>{}, cute::_1{},
-                                          cute::Int<kKeys * kDim>{}))));
+      cute::make_layout(
+          cute::Shape<cute::Int<kDim>, cute::Int<kKeys>, cute::Int<kSlots>>{},
+          cute::make_stride(cute::Int<kKeys>{}, cute::_1{}, cute::Int<kKeys * kDim>{}))));
 };
 
 template <class Row>

@@ -28,7 +28,8 @@ class FwdEpilogue {
       : args_(args), map_(map), thread_(thread) {}
 
   // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
-  FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile, uint16_t* rows) const {
+  FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile,
+                       uint16_t* rows) const {
     const float sink = sink_of(args_, tile.head_q);
     const float sinks[2] = {sink, sink};
     softmax.finish(scale_log2<Row>(args_, tile), sinks, T::kProbabilityShift);
@@ -125,9 +126,9 @@ class FwdEpilogue {
       CUTE_UNROLL
       for (int panel = 0; panel < T::kDimV / T::kOutPanel; ++panel)
         if (panel * T::kOutPanel < args_.dim_v)
-          tma_store(
-              map_, rows + panel * T::kTileM * T::kOutPanel,
-              BoxCoord{panel * T::kOutPanel, tile.seq.q_begin + q_row, tile.head_q, tile.seq.q_batch});
+          tma_store(map_, rows + panel * T::kTileM * T::kOutPanel,
+                    BoxCoord{panel * T::kOutPanel, tile.seq.q_begin + q_row, tile.head_q,
+                             tile.seq.q_batch});
       tma_store_commit();
     }
   }

@@ -42,8 +42,8 @@ class Fp8Step {
 
   template <class Edge, class Score>
   FA_DEVICE void next(int n, Edge, Score score) {
-    typename T::ScoreAcc s;         // ((2, 2, tile_n / 8), 1, 1)
-    typename T::Probabilities p;    // (MMA, 1, MMA_K): e4m3
+    typename T::ScoreAcc s;       // ((2, 2, tile_n / 8), 1, 1)
+    typename T::Probabilities p;  // (MMA, 1, MMA_K): e4m3
     issue_qk(s);
     turns_.pass_turn();
     cute::warpgroup_wait<0>();
@@ -141,8 +141,7 @@ class Fp8Step {
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
                                typename T::LayoutVt{});  // (dim_v, keys, stage)
     auto columns = cute::local_tile(
-        v,
-        cute::Shape<cute::Int<T::kPvDim>, cute::Int<T::kLoadedKeys>, cute::Int<T::kStages>>{},
+        v, cute::Shape<cute::Int<T::kPvDim>, cute::Int<T::kLoadedKeys>, cute::Int<T::kStages>>{},
         cute::make_coord(part, 0, 0));
     auto slice = MmaPart{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
     auto b = slice.partition_fragment_B(columns);  // (MMA, 1, MMA_K, stage)
@@ -179,7 +178,9 @@ class Fp8Step {
     const int thread = thread_.index();
     return tile().seq.m_first + thread / 32 * 16 + thread % 32 / 4;
   }
-  FA_DEVICE int first_key(int n) const { return n * T::kTileN + acc_first_col(thread_.index() % 32); }
+  FA_DEVICE int first_key(int n) const {
+    return n * T::kTileN + acc_first_col(thread_.index() % 32);
+  }
 
   template <class View, class Score>
   FA_DEVICE void transform_scores(View& view, int n, Score) {

@@ -35,9 +35,8 @@ FA_DEVICE float scale_log2(const FwdArgs& args, const FwdTile& tile) {
 }
 
 FA_DEVICE float descale_of(const DescaleArg& arg, int sequence, int head_k) {
-  return arg.data == nullptr
-             ? 1.f
-             : arg.data[sequence * arg.stride_batch + head_k * arg.stride_head];
+  return arg.data == nullptr ? 1.f
+                             : arg.data[sequence * arg.stride_batch + head_k * arg.stride_head];
 }
 
 // e4m3: descales of q and k go into the factor that scores are multiplied by anyway. It stays above
@@ -45,8 +44,8 @@ FA_DEVICE float descale_of(const DescaleArg& arg, int sequence, int head_k) {
 FA_DEVICE void find_descales(const FwdArgs& args, FwdTile& tile) {
   const int b = tile.seq.index;
   if (b >= args.seq.batch) return;  // rows of no sequence
-  const float qk = descale_of(args.q_descale, b, tile.head_k) *
-                   descale_of(args.k_descale, b, tile.head_k);
+  const float qk =
+      descale_of(args.q_descale, b, tile.head_k) * descale_of(args.k_descale, b, tile.head_k);
   const bool inside = args.score.capped != 0 || args.score.slopes != nullptr;
   tile.qk_descale = inside ? qk : 1.f;
   tile.scale_log2 = inside ? args.scale_log2 : fmaxf(args.scale_log2 * qk, 1e-30f);

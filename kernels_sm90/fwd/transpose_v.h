@@ -122,10 +122,8 @@ FA_DEVICE void reorder_keys(const FwdArgs& args, const TransposeBlock& block) {
     }
     *reinterpret_cast<uint4*>(block.target + int64_t{dim} * args.v_keys.tiles * kValueTile +
                               group * kKeyGroup) =
-        uint4{__byte_perm(in[0], in[2], 0x5410),
-              __byte_perm(in[0], in[2], 0x7632),
-              __byte_perm(in[1], in[3], 0x5410),
-              __byte_perm(in[1], in[3], 0x7632)};
+        uint4{__byte_perm(in[0], in[2], 0x5410), __byte_perm(in[0], in[2], 0x7632),
+              __byte_perm(in[1], in[3], 0x5410), __byte_perm(in[1], in[3], 0x7632)};
   }
 }
 

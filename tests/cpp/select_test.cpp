@@ -163,7 +163,7 @@ void options_without_rows() {
         p.seq.used_k = some_array();
       },
       "no page table");
-  refused([](fa_params& p) { p.k.dtype = p.v.dtype = FA_E4M3; }, "fp8 arithmetic");
+  refused([](fa_params& p) { p.k.dtype = p.v.dtype = FA_E4M3; }, "16-bit queries on e4m3 keys");
   // The rows of the call's own size come first; what no column can state gets no line.
   Call small = Call(2, 512, 512, 8, 8, 64).h200();
   small.params.score.softcap = 30;

@@ -186,6 +186,6 @@ def test_the_library_holds_rows_of_the_table():
 def test_only_unusual_widths_pay_for_the_large_header():
     macro = "#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED\n#include"
     for row in ROWS:
-        unusual = row.arch == "90" and not {row.tile_n, row.d_v} <= {"64", "128", "192", "256"}
+        unusual = row.arch == "90" and not {row.tile_n, row.d_v} <= set(gv.PLAIN_WIDTHS)
         assert (macro in gv.unit_text(row)) == unusual, row.id
     assert any(macro in gv.unit_text(row) for row in ROWS)
