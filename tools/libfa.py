@@ -223,19 +223,34 @@ class Params:
 
 
 def to_bits(values: np.ndarray, dtype: str) -> np.ndarray:
-    """The bytes of fp32 `values` in `dtype`; bfloat16 as uint16, rounded to nearest even."""
+    """The bytes of fp32 `values` in `dtype`, rounded to nearest; bfloat16 as uint16."""
     if dtype == "float16":
         return values.astype(np.float16)
     if dtype == "float32":
         return values.astype(np.float32)
+    if dtype == "float8_e4m3fn":
+        magnitudes = _e4m3_values()[:127]  # 127 is NaN
+        places = np.searchsorted((magnitudes[1:] + magnitudes[:-1]) / 2, np.abs(values))
+        return (places + 128 * np.signbit(values)).astype(np.uint8)
     if dtype != "bfloat16":
-        raise ValueError(f"dtype {dtype}: float16, bfloat16 and float32 are known here.")
+        raise ValueError(f"dtype {dtype}: e4m3, float16, bfloat16 and float32 are known here.")
     raw = values.astype(np.float32).view(np.uint32)
     return ((raw + 0x7FFF + ((raw >> 16) & 1)) >> 16).astype(np.uint16)
 
 
+def _e4m3_values() -> np.ndarray:
+    """fp64 values of the 256 bytes: sign, four bits of exponent, three behind the point."""
+    byte = np.arange(256)
+    exponent, fraction = byte >> 3 & 15, byte & 7
+    size = np.where(exponent == 0, fraction * 2.0**-9, (1 + fraction / 8) * 2.0 ** (exponent - 7.0))
+    size = np.where(byte & 127 == 127, np.nan, size)
+    return np.where(byte >= 128, -size, size)
+
+
 def from_bits(bits: np.ndarray, dtype: str) -> np.ndarray:
     """fp64 values of what `to_bits` wrote."""
+    if dtype == "float8_e4m3fn":
+        return _e4m3_values()[bits]
     if dtype == "bfloat16":
         return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return bits.astype(np.float64)

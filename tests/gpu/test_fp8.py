@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Are the e4m3 rows right: every row, drawn problems, descales, poison, long and short sequences?
+"""Against fp64 on the dequantised numbers. The bounds follow from docs/numerics.md, "FP8"."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import harness
+import pytest
+import torch
+from harness import DEVICE, ints, randn
+from torch import Tensor
+
+import fa
+import libfa
+from cases import Guarded, sweep
+from compare import assert_bitwise
+from fa import reference
+from fa.quantize import FP8, relative_rmse
+
+ROWS = [r for r in harness.rows() if r.dtype == "float8_e4m3fn" and r.op == libfa.FORWARD]
+pytestmark = pytest.mark.skipif(
+    not harness.ON_CPU and "sm90" not in harness.backends(),
+    reason="e4m3 rows need a Hopper GPU and a build that holds Hopper rows",
+)
+BACKEND = "cpu" if harness.ON_CPU else "sm90"
+
+
+def store(x: Tensor) -> Tensor:
+    """e4m3, in rows of a multiple of 16 bytes as kernels need them; NaN stands between the rows."""
+    dim = x.shape[-1]
+    room = torch.full((*x.shape[:-1], -(-dim // 16) * 16), math.nan, device=x.device).to(FP8)
+    room[..., :dim] = x.clamp(-448, 448).to(FP8)
+    return room[..., :dim]
+
+
+def qkv(
+    shape_q: tuple[int, ...], shape_k: tuple[int, ...], dim: int, dim_v: int = 0, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Normal values; shapes without the head dim."""
+    dims = ((shape_q, dim), (shape_k, dim), (shape_k, dim_v or dim))
+    q, k, v = (
+        store(randn(*s, d, dtype=torch.float32, seed=seed + n)) for n, (s, d) in enumerate(dims)
+    )
+    return q, k, v
+
+
+def run(
+    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Into guarded outputs that hold NaN."""
+    out = Guarded((*q.shape[:-1], v.shape[-1]), out_dtype, DEVICE)
+    packed = "cu_seqlens_q" in options
+    lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
+    lse = Guarded(lse_shape, torch.float32, DEVICE)
+    with fa.backend(BACKEND):
+        torch.ops.fa.forward_out(q, k, v, **options, out=out.tensor, lse=lse.tensor)
+    out.check("out")
+    lse.check("lse")
+    return out.tensor, lse.tensor
+
+
+def score_unit(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
+    """2^-13 of the largest sum of magnitudes that a score can have."""
+
+    def norm(x: Tensor) -> float:
+        return float(x.double().nan_to_num(0.0).norm(dim=-1).max()) if x.numel() else 0.0
+
+    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
+    for name in ("q_descale", "k_descale"):
+        if name in options:
+            scale *= float(options[name].max())
+    return 2.0**-13 * scale * norm(q) * norm(k)
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
+    """Each weight is rounded to e4m3, each score errs by `score_unit`, O is rounded once."""
+    out, lse = run(q, k, v, out_dtype, **options)
+    want, want_lse = reference.attention(q, k, v, **options)
+    weighed, _ = reference.attention(q, k, v.double().abs(), **without_v(options))
+    if "v_descale" in options:  # of e4m3 values only: there are none left
+        one = torch.ones_like(options["v_descale"])
+        plain, _ = reference.attention(q, k, v, **(options | {"v_descale": one}))
+        ratio = torch.where(plain == 0, 0.0, want / plain).abs().amax(dim=-1, keepdim=True)
+        weighed = weighed * ratio
+    unit = score_unit(q, k, options)
+    assert torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
+    finite = torch.isfinite(want_lse)
+    gap = (lse.double() - want_lse)[finite].abs()
+    assert not len(gap) or gap.max() <= 2e-5 + unit + 1e-6 * want_lse[finite].abs().max()
+    assert torch.isfinite(out).all()
+    error = (out.double() - want).abs()
+    bound = (2.0**-4 + 2 * unit) * weighed + torch.finfo(out_dtype).eps * want.abs() + 1e-5
+    assert (error <= bound).all(), f"error {float((error / bound).max()):.2f} x its bound"
+    if out.numel() >= 4096 and want.any():
+        assert relative_rmse(out, want) < 0.03
+
+
+def without_v(options: dict[str, Any]) -> dict[str, Any]:
+    return {n: x for n, x in options.items() if n not in ("v_descale", "out_dtype")}
+
+
+def row_calls(row: libfa.Row) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
+    """Calls for which this row must be the one that runs."""
+    d, dv = row.dim_qk, row.dim_v
+    band = {"causal": True} if row.mask == "band" else {}
+    calls: list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]] = [
+        (qkv((2, 257, 4), (2, 321, 2), d, dv), dict(band)),
+        (qkv((1, row.tile_m, 3), (1, row.tile_n, 3), d, dv), dict(band)),
+        (qkv((1, 1023, 4), (1, 2047, 1), d, dv), {**band, "out_dtype": torch.bfloat16}),
+        (qkv((3, 2, 2), (3, 7, 2), d, dv), dict(band)),
+        (qkv((2, 300, 1), (2, 193, 1), d - 8, dv - 24), {**band, "out_dtype": torch.float16}),
+    ]
+    if row.mask == "band":
+        calls += [
+            (qkv((1, 513, 4), (1, 700, 2), d, dv), {"window_left": 100, "window_right": 20}),
+            (qkv((1, 700, 2), (1, 300, 2), d, dv), {"causal": True, "sinks": randn(2).float()}),
+            (qkv((1, 400, 1), (1, 470, 1), d, dv), {"causal": True, "attention_chunk": 150}),
+        ]
+    return calls
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.id)
+def test_row(row: libfa.Row, cuda_only: None) -> None:
+    for (q, k, v), options in row_calls(row):
+        with fa.backend("sm90"):
+            window = (options.get("window_left", -1), options.get("window_right", -1))
+            plan = fa.explain(
+                *(q, k, v),
+                window_size=window,
+                **{n: x for n, x in options.items() if not n.startswith("window")},
+            )
+        chosen = re.search(r"^row\s+(\S+)", plan, re.MULTILINE)
+        assert chosen is not None and chosen[1] == row.id, f"another row runs than {row.id}: {plan}"
+        check(q, k, v, **options)
+
+
+def test_build_holds_rows(cuda_only: None) -> None:
+    assert ROWS, "the library holds no e4m3 row"
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_drawn(number: int) -> None:
+    """Packed, used and padded lengths, windows, chunks, sinks, groups; NaN outside the problem."""
+    (case,) = sweep(611_000 + number, 1, 400)
+    values = case.values if case.values in ("normal", "constant") else "normal"
+    case = replace(case, backward=False, dlse=False, values=values, softcap=0.0, alibi="")
+    inputs = case.make(DEVICE, poison=math.nan)
+    options = {n: x for n, x in inputs.options.items() if n != "out_dtype"}
+    if "sinks" in options:
+        options["sinks"] = options["sinks"].float()
+    generator = torch.Generator().manual_seed(number)
+    if number % 3:
+        shape = (case.sequences, inputs.k.shape[-2]) if number % 3 == 1 else (1,)
+        for name in "qkv":
+            options[f"{name}_descale"] = (torch.rand(shape, generator=generator) + 0.5).to(DEVICE)
+    check(*(store(t) for t in (inputs.q, inputs.k, inputs.v)), **options)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_nan_that_no_row_sees(dim: int, packed: bool) -> None:
+    """faults.md, kind 11: the tail of V under the transpose; NaN before, behind and between."""
+    used, pad = ints(333, 140), ints(5, 17)
+    q, k, v = qkv((2, 200, 2), (2, 600, 1), dim, seed=dim)
+    options: dict[str, Any] = {"seqused_k": used, "leftpad_k": pad}
+    if packed:
+        q, k, v = q[0], k.flatten(0, 1), v.flatten(0, 1)
+        options |= {"cu_seqlens_q": ints(0, 90, 200), "cu_seqlens_k": ints(0, 600, 1100)}
+    clean = {}
+    for window in ({}, {"causal": True}, {"window_left": 40, "window_right": 0}):
+        clean[str(window)] = run(q, k, v, **options, **window)
+    starts = (0, 600)
+    for t in (k, v):
+        keys = t if packed else t.flatten(0, 1)
+        for start, last, first in zip(starts, used.tolist(), pad.tolist(), strict=True):
+            keys[start : start + first] = math.nan
+            keys[start + last : start + (500 if packed and start else 600)] = math.nan
+        keys[1100:] = math.nan if packed else keys[1100:]
+    for window in ({}, {"causal": True}, {"window_left": 40, "window_right": 0}):
+        for name, a, b in zip(
+            ("out", "lse"), clean[str(window)], run(q, k, v, **options, **window), strict=True
+        ):
+            assert_bitwise(name, a, b)
+        check(q, k, v, **options, **window)
+
+
+def test_layouts_give_the_same_bits() -> None:
+    q, k, v = qkv((2, 190, 4), (2, 333, 2), 128)
+    want = run(q, k, v, causal=True)
+    columns = torch.full((2, 2, 128, 336), math.nan, device=DEVICE).to(FP8)
+    columns[..., :333] = v.permute(0, 2, 3, 1)
+    transposed = columns[..., :333].permute(0, 3, 1, 2)
+    assert transposed.stride(1) == 1
+    swapped = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    for other in ((q, k, transposed), swapped, (q, k[:, :, :1].expand_as(k), v)):
+        got = run(*other, causal=True)
+        if other[1].stride(2) != 0:
+            assert_bitwise("out", got[0], want[0])
+            assert_bitwise("lse", got[1], want[1])
+        else:
+            check(*other, causal=True)
+    index = ints(1, 0)
+    got = run(q, k, transposed, causal=True, kv_batch_idx=index)
+    assert_bitwise("out", got[0], run(q, k.flip(0), v.flip(0), causal=True)[0])
+
+
+def test_descales_are_those_of_the_batch_entry_and_key_head() -> None:
+    q, k, v = qkv((3, 70, 6), (3, 90, 2), 128)
+    factors = {
+        f"{x}_descale": randn(3, 2, dtype=torch.float32, seed=n).abs() + 0.3
+        for n, x in enumerate("qkv")
+    }
+    check(q, k, v, **factors)
+    for name in factors:  # strided and expanded views of the same numbers
+        given = factors | {name: factors[name].T.contiguous().T}
+        for a, b in zip(run(q, k, v, **given), run(q, k, v, **factors), strict=True):
+            assert torch.equal(a, b)
+        check(q, k, v, **(factors | {name: factors[name][:1]}))
+        check(q, k, v, **(factors | {name: factors[name][:, :1]}))
+        check(q, k, v, **(factors | {name: factors[name][0, 0]}))
+    # A power of two only moves exponents.
+    out, _ = run(q, k, v)
+    twice, _ = run(q, k, v, v_descale=torch.full((1,), 2.0, device=DEVICE))
+    assert torch.equal(2 * out, twice)
+
+
+@pytest.mark.parametrize("length", [1024, 8192, 131072])
+def test_a_long_sum_does_not_drift(length: int) -> None:
+    """vllm#23813: V = 1 gives 1 at every length."""
+    if harness.ON_CPU and length > 1024:
+        pytest.skip("takes minutes on a CPU; FA_TEST_DEVICE is cpu")
+    q, k, _ = qkv((1, 1, 8), (1, length, 1), 128)
+    v = torch.ones(1, length, 1, 128, device=DEVICE).to(FP8)
+    out, _ = run(q, k, v)
+    assert (out - 1).abs().max() < 5e-3
+
+
+def test_every_length_is_near_the_16_bit_run() -> None:
+    """FA#2577: saturated weights just beyond a tile."""
+    step = 61 if harness.ON_CPU else 1
+    worst = {}
+    for length in range(1, 1024, step):
+        q, k, v = (
+            randn(1, n, h, 128, dtype=torch.float32, seed=length + i)
+            for i, (n, h) in enumerate(((1, 6), (length, 1), (length, 1)))
+        )
+        stored = [t.to(FP8) for t in (q, k, v)]
+        out, _ = run(*stored)
+        want = fa.attention(*(t.bfloat16() for t in stored)).float()
+        worst[length] = torch.nn.functional.cosine_similarity(out.flatten(), want.flatten(), dim=0)
+    length = min(worst, key=lambda n: float(worst[n]))
+    assert worst[length] >= 0.998, f"length {length}: cosine {float(worst[length]):.5f}"
+
+
+def test_the_same_bits_every_time(cuda_only: None) -> None:
+    q, k, v = qkv((1, 777, 4), (1, 999, 2), 128)
+    first = run(q, k, v, causal=True)
+    for _ in range(100):
+        again = run(q, k, v, causal=True)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+
+
+def test_refusals(cuda_only: None) -> None:
+    q, k, v = qkv((1, 64, 2), (1, 64, 2), 128)
+    with pytest.raises(NotImplementedError, match="no kernel row .* reads .* with q of"):
+        fa.attention(q.float().bfloat16(), k, v)
+    with pytest.raises(NotImplementedError, match="has no backward"):
+        fa.attention(q.float().to(FP8).requires_grad_(), k, v)
+    with pytest.raises(ValueError, match="out_dtype"):
+        fa.attention(q, k, v, out_dtype=FP8)
+
+
+@pytest.mark.parametrize("outliers", [0.0, 1e-3])
+def test_quantised_attention_is_as_near_as_the_format_allows(outliers: float) -> None:
+    """Against fp64 of what was quantised; figures of other libraries in docs/performance.md."""
+    tensors = []
+    for n in range(3):
+        t = randn(1, 1024, 4, 128, dtype=torch.float32, seed=n)
+        t[torch.rand(t.shape, device=DEVICE) < outliers] *= 10
+        tensors.append(t)
+    right, _ = reference.attention(*tensors)
+    for granularity in ("tensor", "head"):
+        for hadamard in (False, True):
+            x = fa.quantize_qkv(*tensors, granularity, hadamard)
+            out, _ = run(x.q, x.k, x.v, **x.options)
+            limit = 0.058 if hadamard or not outliers else 0.12
+            assert relative_rmse(out, right) < limit, (granularity, hadamard)
