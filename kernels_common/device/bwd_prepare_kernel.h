@@ -14,7 +14,8 @@ constexpr int row_lanes() {
   return kDim <= 64 ? 8 : kDim <= 128 ? 16 : 32;
 }
 
-// rowsum(dO · O) over the lanes of a row, the same in each of them.
+// rowsum(dO · O) over the lanes of a row, the same in each of them. A dO in fp32 is rounded to the
+// dtype of q on the way: the main kernel reads it, and both must see the same numbers.
 template <DType kType, int kLanes>
 FA_DEVICE float row_dot(const BwdArgs& args, const RowTile& t, int row, int lane) {
   float sum = 0;
@@ -24,9 +25,14 @@ FA_DEVICE float row_dot(const BwdArgs& args, const RowTile& t, int row, int lane
     load_eight<kType>(
         element_at(args.out, s.q_batch, s.q_begin + row, t.head_q, col, args.out_fp32 ? 4 : 2),
         args.out_fp32, out);
-    load_eight<kType>(
-        element_at(args.dout, s.q_batch, s.q_begin + row, t.head_q, col, args.dout_fp32 ? 4 : 2),
-        args.dout_fp32, dout);
+    load_eight<kType>(element_at(args.dout_given, s.q_batch, s.q_begin + row, t.head_q, col,
+                                 args.dout_fp32 ? 4 : 2),
+                      args.dout_fp32, dout);
+    if (args.dout_fp32) {
+      char* to = element_at(args.dout, s.q_batch, s.q_begin + row, t.head_q, col, 2);
+      store_eight<kType>(to, false, dout);
+      load_eight<kType>(to, false, dout);
+    }
     for (int i = 0; i < 8; ++i) sum += out[i] * dout[i];
   }
   for (int step = kLanes / 2; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);

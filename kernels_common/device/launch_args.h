@@ -121,9 +121,11 @@ struct BwdWorkspace {
 };
 
 struct BwdArgs {
-  TensorArg q, k, v, out, dout, dq, dk, dv;
-  const float* lse;   // [B, Hq, Sq] or packed [Hq, total_q]
-  const float* dlse;  // as lse, or null: zero
+  TensorArg q, k, v, out, dq, dk, dv;
+  TensorArg dout;        // what the main kernel reads, in the dtype of q
+  TensorArg dout_given;  // the caller's; fp32 is rounded into `dout`, in the workspace, by prepare
+  const float* lse;      // [B, Hq, Sq] or packed [Hq, total_q]
+  const float* dlse;     // as lse, or null: zero
   int64_t lse_stride_batch, lse_stride_head;
   int64_t dlse_stride_batch, dlse_stride_head;
   SeqArgs seq;

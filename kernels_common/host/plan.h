@@ -11,7 +11,7 @@ namespace fa {
 
 // Byte offsets into the workspace of a backward; each a multiple of 256.
 struct BackwardWorkspace {
-  size_t lse_log2, delta, dq_sum, turns, dsinks;
+  size_t lse_log2, delta, dq_sum, turns, dsinks, dout;
 };
 
 struct Plan {

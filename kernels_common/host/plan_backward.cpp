@@ -41,6 +41,19 @@ class Offsets {
   size_t next_ = 0;
 };
 
+// A dense copy of dout in 16 bits.
+struct RoundedDout {
+  TensorArg tensor;  // without its address
+  int64_t bytes;
+};
+
+RoundedDout rounded_dout(const Problem& p) {
+  const int64_t rows = p.packed_q() ? p.seq.total_q : p.seq.seqlen_q;
+  const int64_t row = int64_t{p.heads_q} * p.dim_v;
+  return RoundedDout{TensorArg{nullptr, p.packed_q() ? 0 : rows * row, row, p.dim_v},
+                     2 * rows * row * (p.packed_q() ? 1 : p.seq.batch)};
+}
+
 void plan_workspace(const Problem& p, Plan* plan) {
   const KernelConfig& row = plan->main->config;
   const int64_t tiles = plan->rows.num_tiles, rows = tiles * row.tile_m;
@@ -51,6 +64,7 @@ void plan_workspace(const Problem& p, Plan* plan) {
   w.delta = offsets.take(rows * 4);
   w.turns = offsets.take(p.deterministic ? tiles * row.dq_turns * 4 : 0);
   w.dsinks = offsets.take(p.grad.dsinks != nullptr ? tiles * 4 : 0);
+  w.dout = offsets.take(p.grad.dout_dtype == DType::kFp32 ? rounded_dout(p).bytes : 0);
   plan->workspace_bytes = offsets.total();
 }
 
@@ -101,13 +115,13 @@ LaunchArgs bind_backward(const Plan& plan, const Problem& p, void* workspace) {
   b.k = p.k;
   b.v = p.v;
   b.out = p.out;
-  b.dout = p.grad.dout;
+  b.dout = b.dout_given = p.grad.dout;
   b.dq = p.grad.dq;
   b.dk = p.grad.dk;
   b.dv = p.grad.dv;
   // Tensor maps need an address, also of a tensor without elements.
   void* some = p.k.data != nullptr ? p.k.data : p.q.data;
-  for (TensorArg* t : {&b.q, &b.k, &b.v, &b.out, &b.dout, &b.dq, &b.dk, &b.dv})
+  for (TensorArg* t : {&b.q, &b.k, &b.v, &b.out, &b.dout, &b.dout_given, &b.dq, &b.dk, &b.dv})
     if (t->data == nullptr) t->data = some;
   b.lse = p.lse;
   b.dlse = p.grad.dlse;
@@ -118,6 +132,10 @@ LaunchArgs bind_backward(const Plan& plan, const Problem& p, void* workspace) {
   b.rows = plan.rows;
   b.order = plan.order;
   char* base = static_cast<char*>(workspace);
+  if (p.grad.dout_dtype == DType::kFp32) {
+    b.dout = rounded_dout(p).tensor;
+    b.dout.data = base + plan.work.dout;
+  }
   const auto floats = [base](size_t offset) { return reinterpret_cast<float*>(base + offset); };
   b.work = BwdWorkspace{
       .lse_log2 = floats(plan.work.lse_log2),

@@ -240,8 +240,14 @@ void backward_checks() {
   call.params.grad.dk.dtype = call.params.grad.dout.dtype = FA_FP32;
   const Planned p = plan_backward_call(call);
   expect(p.status == FA_OK, last_error());
-  const BwdArgs b = bind_backward(p.plan, p.problem, nullptr).bwd;
+  char memory[1];
+  const BwdArgs b = bind_backward(p.plan, p.problem, memory).bwd;
   expect(b.dk_fp32 == 1 && b.dv_fp32 == 0 && b.dout_fp32 == 1, "dtypes of the gradients");
+  // The main kernel reads a rounded copy, dense whatever the strides of dout are.
+  expect(b.dout_given.stride_row == 0 && b.dout.stride_row == 4 * 128 &&
+             b.dout.stride_batch == 256 * 4 * 128 && b.dout.data == memory + p.plan.work.dout,
+         "the rounded dout");
+  expect(p.plan.workspace_bytes == p.plan.work.dout + 2 * 2 * 256 * 4 * 128, "its place");
 }
 
 void description() {
