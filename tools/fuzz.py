@@ -55,6 +55,18 @@ def draw(seed: int, number: int, on_cpu: bool, backward: bool = False) -> Any:
             return dataclasses.replace(case, backward=backward, dlse=dlse, tag=tag)
 
 
+def execution(seed: int, number: int, backend: str, backward: bool) -> dict[str, Any]:
+    """Options beside the case, where the backend takes them: dropout and the number of splits."""
+    rng = random.Random(f"{seed}:{number}:options")
+    if backward or backend == "sm90":
+        return {}
+    options: dict[str, Any] = {"num_splits": rng.choice((0, 0, 1, 2, 5, 40))}
+    if rng.random() < 0.2:
+        options["dropout_p"] = rng.choice((0.05, 0.1, 0.5, 0.97))
+        options["seed"] = (rng.randrange(-(2**63), 2**63), rng.randrange(2**40))
+    return options
+
+
 def as_source(case: Any) -> str:
     """A `Case(...)` that draws nothing: only what differs from the defaults."""
     given = [
@@ -105,10 +117,19 @@ def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[
             if backward(number):
                 outcome = gradients.check_inputs(inputs, backend, deterministic=number % 3 == 0)
             else:
-                outcome = harness.check_inputs(inputs, backend)
+                more = execution(seed, number, backend, backward(number))
+                if "seed" in more:
+                    drawn = torch.tensor(more.pop("seed"), dtype=torch.int64, device=device)
+                    inputs.options["philox_seed_offset"] = drawn
+                splits = {"num_splits": more.pop("num_splits")} if "num_splits" in more else {}
+                inputs.options.update(more)
+                outcome = harness.check_inputs(inputs, backend, **splits)
+                seen["with dropout"] += "dropout_p" in more and outcome == "ran"
+                seen["with num_splits"] += splits.get("num_splits", 0) > 1 and outcome == "ran"
         except Exception as error:
             failures += 1
-            print(f"FAILED on {backend}: {as_source(case)}", flush=True)
+            more = execution(seed, number, backend, backward(number))
+            print(f"FAILED on {backend}: {as_source(case)} {more or ''}", flush=True)
             print("".join(traceback.format_exception_only(error)).strip()[:600], flush=True)
             if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
                 print("The CUDA context is lost: no further problem can run in this process.")

@@ -76,6 +76,11 @@ class Row:
         """The name `fa.backend` knows this row's architecture by."""
         return f"sm{self.arch}"
 
+    @property
+    def score(self) -> str:
+        """The column of the table: "any" (softcap, ALiBi) or "scale"."""
+        return "any" if "any" in self.id.split("_") else "scale"
+
 
 def library_path() -> Path | None:
     """libfa.so: FA_LIBRARY, or fa/lib/libfa.so beside the package that Python would import."""
@@ -257,12 +262,14 @@ def from_bits(bits: np.ndarray, dtype: str) -> np.ndarray:
 
 
 def reference(
-    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, causal: bool, softcap: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
     """fp64 attention of one sequence: q [Sq, Hq, D], k and v [Sk, Hkv, D] → out, lse [Hq, Sq]."""
     group = q.shape[1] // k.shape[1]
     k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
     s = np.einsum("ihd,jhd->hij", q, k) / np.sqrt(q.shape[2])
+    if softcap:
+        s = softcap * np.tanh(s / softcap)
     if causal:
         i, j = np.arange(s.shape[1])[:, None], np.arange(s.shape[2])[None, :]
         s = np.where(j <= i + s.shape[2] - s.shape[1], s, -np.inf)

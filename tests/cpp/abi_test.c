@@ -125,7 +125,7 @@ static void defaults(void) {
   expect(p.q.data == NULL && p.options.force_arch == 0 && p.state.bytes == 0, __LINE__,
          "the rest is zero");
   fa_combine_params_init(&combine, sizeof(combine));
-  expect_failure(fa_combine(&combine, NULL), FA_ERROR_UNSUPPORTED, "fa: not supported: combine",
+  expect_failure(fa_combine(&combine, NULL), FA_ERROR_INVALID, "count is 0 partial results",
                  __LINE__);
   memset(&combine, 0, sizeof(combine));
   expect_failure(fa_combine(&combine, NULL), FA_ERROR_ABI, "fa_combine_params_init()", __LINE__);

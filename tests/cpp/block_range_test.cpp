@@ -267,6 +267,30 @@ void check_key_tiles() {
                                 tile_n);
 }
 
+// Parts of a range: in order, without a gap, of nearly equal length, with the same masked blocks.
+void check_parts() {
+  for (int blocks = 0; blocks <= 9; ++blocks)
+    for (int full_begin = 0; full_begin <= blocks; ++full_begin)
+      for (int full_end = full_begin; full_end <= blocks; ++full_end)
+        for (int parts = 1; parts <= 12; ++parts) {
+          const KeyRange whole{5, 5 + full_begin, 5 + full_end, 5 + blocks, 7, 90};
+          int next = whole.begin, shortest = blocks, longest = 0;
+          for (int part = 0; part < parts; ++part) {
+            const KeyRange r = part_of(whole, part, parts);
+            expect(r.begin == next && r.end >= r.begin, "parts follow each other");
+            for (int n = r.begin; n < r.end; ++n)
+              expect((n >= r.full_begin && n < r.full_end) ==
+                         (n >= whole.full_begin && n < whole.full_end),
+                     "a block needs a mask in a part iff it does in the whole");
+            expect(r.any_lo == 7 && r.any_hi == 90, "keys that some row sees");
+            shortest = min_of(shortest, r.end - r.begin);
+            longest = max_of(longest, r.end - r.begin);
+            next = r.end;
+          }
+          expect(next == whole.end && longest - shortest <= 1, "parts are the whole, and equal");
+        }
+}
+
 void check_lengths() {
   const int32_t cu_k[] = {0, 4, 9}, used_q[] = {9, 2}, used_k[] = {3, 7}, pad[] = {1, 9},
                 index[] = {5, 6};
@@ -302,6 +326,7 @@ int main() {
   check_tile_order();
   check_packed_tiles();
   check_key_tiles();
+  check_parts();
   check_lengths();
   return fa::test::report("block_range_test");
 }

@@ -67,7 +67,7 @@ void golden_plans() {
     expect(same, std::source_location::current(), "%s: grid %d, tiles_m %d, heads %d, section %d",
            g.name, p.plan.grid, o.tiles_m, o.heads, o.section);
     expect(p.plan.grid == 0 || o.num_tiles == o.tiles_m * o.heads, "every tile is counted");
-    expect(p.plan.workspace_bytes == 0 && p.plan.num_splits == 1, "no row splits the keys yet");
+    expect(p.plan.workspace_bytes == 0 && p.plan.num_splits == 1, "nothing is split");
   }
 }
 

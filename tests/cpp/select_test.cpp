@@ -109,6 +109,50 @@ void rows_of_wide_heads() {
                  "needs compute capability 9.x", Table(table));
 }
 
+// Head dim 256 on Ampere: blocks of four warps where a multiprocessor holds two of them or shared
+// memory is small, one of eight on a GPU of 8.0. No narrower call goes to the lower tiles.
+void ampere_tiles_by_device() {
+  constexpr auto row = [](int dim, int dim_v, int tile_m, int warps) {
+    KernelConfig r = ampere_row(kBf16, dim);
+    r.head_dim_v = dim_v;
+    r.tile_m = tile_m;
+    r.warps = warps;
+    return r;
+  };
+  static constexpr std::array kLow = {
+      entry("d192", row(192, 192, 64, 4), 74496),
+      entry("d192x128", row(192, 128, 128, 4), 90880),
+      entry("d256", row(256, 256, 64, 4), 99072),
+      entry("d256_m128", row(256, 256, 128, 8), 132608),
+  };
+  std::vector<const KernelEntry*> table;
+  for (const KernelEntry& r : kLow) table.push_back(&r);
+  table.insert(table.end(), kTable.begin(), kTable.end());
+  const struct {
+    const char* name;
+    int sms, smem;  // of 8.0, 8.6 or 8.9, and 9.0
+    const char *wide, *latent;
+  } devices[] = {{"A100", 108, 166912, "d256_m128", "d192"},
+                 {"RTX 4090", 128, 101376, "d256", "d192x128"},
+                 {"H200", 132, 232448, "d256", "d192x128"}};
+  for (const auto& d : devices)
+    for (int length : {1, 64, 200, 1024, 16384})
+      for (bool invariant : {false, true}) {
+        const auto call = [&](int dim, int dim_v) {
+          Call c(2, length, length, 8, 8, dim);
+          c.params.shape.dim_v = dim_v;
+          c.params.options.batch_invariant = invariant;
+          return c.causal().device(d.sms, d.smem, 80);
+        };
+        expect_row(call(256, 256), d.wide, Table(table));
+        expect_row(call(200, 64), d.wide, Table(table));
+        expect_row(call(192, 192), "d192", Table(table));
+        expect_row(call(192, 128), d.latent, Table(table));
+        expect_row(call(128, 128), "sm80_fwd_bf16_d128_band", Table(table));
+        expect_row(call(64, 64), "sm80_fwd_bf16_d64_band", Table(table));
+      }
+}
+
 void rows_by_device() {
   expect_row(Call(2, 512, 512, 8, 8, 128).a100(), "sm80_fwd_bf16_d128_band");
   expect_row(Call(2, 512, 512, 8, 8, 128).h200(80), "sm80_fwd_bf16_d128_band");
@@ -140,6 +184,29 @@ void hopper_falls_back() {
   expect_refused(strided, FA_ERROR_UNSUPPORTED, "does not fit a tensor map");
 }
 
+// Ampere rows split the keys; those that can drop weights say so.
+void options_of_ampere_rows() {
+  Call call = Call(2, 512, 512, 8, 8, 128).h200();
+  call.params.options.num_splits = 4;
+  expect_row(call, "sm80_fwd_bf16_d128_band");
+  call.params.options.force_arch = 90;
+  expect_refused(call, FA_ERROR_UNSUPPORTED, "cannot split the keys (num_splits 4)");
+  constexpr auto dropping = [] {
+    KernelConfig row = ampere_row(kBf16, 128);
+    row.score = ScoreKind::kAny;
+    row.dropout = 1;
+    return row;
+  };
+  static constexpr KernelEntry kDropping = entry("any", dropping(), 65536);
+  std::vector<const KernelEntry*> table(kTable.begin(), kTable.end());
+  table.push_back(&kDropping);
+  call = Call(2, 512, 512, 8, 8, 128).h200();
+  call.params.dropout = {0.5f, reinterpret_cast<const int64_t*>(some_array())};
+  expect_row(call, "any", Table(table));
+  call.params.dropout.p = 0.001f;  // a threshold of 0 keeps everything
+  expect_row(call, "sm90_fwd_bf16_d128_none", Table(table));
+}
+
 void options_without_rows() {
   const auto refused = [](auto change, const char* part) {
     Call call = Call(2, 512, 512, 8, 8, 128).h200();
@@ -154,7 +221,6 @@ void options_without_rows() {
           "sm90_fwd_bf16_d128_band_any,90,fwd,bf16,bf16,128,128,band,any,");
   refused([&](fa_params& p) { p.score.alibi_slopes = factors; }, "no ALiBi");
   refused([&](fa_params& p) { p.descale.k = factors; }, "no descales");
-  refused([](fa_params& p) { p.options.num_splits = 4; }, "num_splits 4");
   refused([](fa_params& p) { p.dropout = {0.5f, reinterpret_cast<const int64_t*>(some_array())}; },
           "no dropout");
   refused(
@@ -169,6 +235,7 @@ void options_without_rows() {
   small.params.score.softcap = 30;
   expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 9 rows: sm90_fwd_bf16_d64_band: ");
   small.params.options.num_splits = 2;
+  small.params.options.force_arch = 90;
   expect_refused(small, FA_ERROR_UNSUPPORTED, "No column of tools/variants.csv states that.");
 }
 
@@ -242,9 +309,11 @@ int main() {
   rows_by_mask();
   rows_by_dim();
   rows_of_wide_heads();
+  ampere_tiles_by_device();
   rows_by_device();
   hopper_takes_device_lengths();
   hopper_falls_back();
+  options_of_ampere_rows();
   options_without_rows();
   backward_rows();
   devices_without_rows();

@@ -26,13 +26,10 @@ from compare import Expected, Result, assert_result, expected
 DEVICE = os.environ.get("FA_TEST_DEVICE", "cuda")
 ON_CPU = DEVICE == "cpu"
 
-# What no GPU row computes yet: a call that asks for it must be refused with a sentence.
-NO_ROW = frozenset({"softcap", "alibi"})
 LARGEST_DIM = 128
-# What a Hopper row may leave to the Ampere rows. Everything else of a forward it must do.
-HOPPER_MAY_REFUSE = frozenset(
-    {"packed_q", "packed_k", "seqused_q", "seqused_k", "leftpad_k", "kv_batch_idx"}
-)
+# Rows that the plan prefers on other GPUs of their architecture.
+ELSEWHERE = frozenset(f"sm80_fwd_{dtype}_d256_band_m128" for dtype in ("bf16", "fp16"))
+SCORES = frozenset({"softcap", "alibi"})  # what needs a row whose score is "any"
 
 
 @functools.cache
@@ -66,7 +63,7 @@ def can_be_case(case: Case) -> bool:
 
 
 def covered(case: Case, backend: str | None = None) -> bool:
-    """Whether a row of the build (of one architecture) has the dtype, head dims and mask."""
+    """Whether a row of the build (of one architecture) has the dtype, head dims, mask, score."""
     dim, dim_v = (-(-d // 8) * 8 for d in (case.dim, case.dim_v or case.dim))
     if not rows():
         return max(dim, dim_v) <= LARGEST_DIM
@@ -79,13 +76,14 @@ def covered(case: Case, backend: str | None = None) -> bool:
         and row.dim_qk >= dim
         and row.dim_v >= dim_v
         and (row.mask == "band" or not masked)
+        and (row.score == "any" or not case.features & SCORES)
         for row in rows()
     )
 
 
 def must_refuse(case: Case) -> bool:
     """Whether no row of this build covers the case."""
-    return not ON_CPU and (bool(case.features & NO_ROW) or not covered(case))
+    return not ON_CPU and not covered(case)
 
 
 def may_refuse(case: Case, backend: str) -> bool:
@@ -94,8 +92,7 @@ def may_refuse(case: Case, backend: str) -> bool:
         return True
     if ON_CPU or backend in ("auto", "cpu"):
         return False
-    left_out = backend == "sm90" and bool(case.features & HOPPER_MAY_REFUSE)
-    return left_out or not covered(case, backend)
+    return not covered(case, backend)
 
 
 def lse_shape(inputs: Inputs) -> tuple[int, ...]:
@@ -127,11 +124,11 @@ def call_guarded(inputs: Inputs, backend: str, **more: Any) -> Result:
     return Result(out.tensor, lse.tensor)
 
 
-def forward(inputs: Inputs, backend: str) -> Result:
+def forward(inputs: Inputs, backend: str, **more: Any) -> Result:
     """Guarded where the raw op takes the head dims as they are, else through `fa::forward`."""
     if "odd_dim" in inputs.case.features:
-        return call(inputs, backend)
-    return call_guarded(inputs, backend)
+        return call(inputs, backend, **more)
+    return call_guarded(inputs, backend, **more)
 
 
 @functools.lru_cache(maxsize=2)
@@ -151,19 +148,24 @@ def check_case(case: Case, backend: str) -> str:
     return check_inputs(inputs_of(case), backend, lambda: expected_of(case))
 
 
-def check_inputs(inputs: Inputs, backend: str, right: Callable[[], Expected] | None = None) -> str:
-    """`check_case` for inputs at hand; `right` gives the answer where it is known already."""
+def check_inputs(
+    inputs: Inputs, backend: str, right: Callable[[], Expected] | None = None, **more: Any
+) -> str:
+    """`check_case` for inputs at hand; `right` gives the answer where it is known already.
+
+    `more`: options that do not change the answer.
+    """
     case = inputs.case
     right = right or functools.cache(lambda: expected(inputs, backward=False))
     try:
-        result = forward(inputs, backend)
+        result = forward(inputs, backend, **more)
     except NotImplementedError as error:
         text = str(error)
         assert may_refuse(case, backend), f"{backend} must run {case.id} but refused: {text}"
         assert len(text) > 40 and "." in text, f"a refusal must be a sentence, not {text!r}"
         inputs.assert_unchanged()
         if not must_refuse(case):  # another row takes it
-            assert_result(forward(inputs, "auto"), right())
+            assert_result(forward(inputs, "auto", **more), right())
         return text
     assert not must_refuse(case), f"no row covers {case.id}, yet {backend} returned a result"
     if not ON_CPU:

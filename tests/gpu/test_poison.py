@@ -22,7 +22,6 @@ CHOSEN = [
     and case.cost < 2e8
     and case.features & {"seqused_k", "leftpad_k", "packed_k", "strided", "kv_batch_idx", "causal"}
     and "odd_dim" not in case.features
-    and not case.features & harness.NO_ROW
     and (harness.ON_CPU or harness.covered(case))
 ]
 
@@ -128,10 +127,7 @@ def test_refused_calls_touch_no_output() -> None:
         ({"window_left": -5}, ValueError),
         ({"softmax_scale": math.nan}, ValueError),
         ({"causal": True, "window_right": 3}, ValueError),
-        (
-            {"dropout_p": 0.5},
-            ValueError if harness.ON_CPU else NotImplementedError,
-        ),  # no seed; no row
+        ({"dropout_p": 0.5}, ValueError),  # no seed
     ):
         with pytest.raises(error):
             torch.ops.fa.forward_out(q, k, v, **bad, out=out, lse=lse)

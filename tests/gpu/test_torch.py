@@ -18,6 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fa
+from cases import Case
 from compare import assert_bitwise, assert_result, expected
 
 FORWARD = torch.ops.fa.forward
@@ -206,13 +207,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
         ValueError,
         "sinks",
     ),
-    "dropout": (lambda q, k, v: FORWARD(q, k, v, dropout_p=0.1), NotImplementedError, "dropout"),
-    "softcap": (lambda q, k, v: FORWARD(q, k, v, softcap=2.0), NotImplementedError, "softcap"),
-    "alibi": (
-        lambda q, k, v: FORWARD(q, k, v, alibi_slopes=randn(4, dtype=torch.float32)),
-        NotImplementedError,
-        "alibi",
-    ),
+    "dropout": (lambda q, k, v: FORWARD(q, k, v, dropout_p=1.0), ValueError, "dropout"),
     "pages": (
         lambda q, k, v: FORWARD(q, k, v, page_table=ints(0).view(1, 1), seqused_k=ints(1)),
         NotImplementedError,
@@ -270,7 +265,8 @@ def test_plan_is_named(cuda_only: None) -> None:
         with fa.backend(backend):
             assert backend in fa.explain(q, k, v, causal=True)
             assert fa.supports(q, k, v, causal=True) is True
-            assert isinstance(fa.supports(q, k, v, softcap=3.0), str)
+            capped = harness.covered(Case(causal=True, softcap=3.0), backend)
+            assert (fa.supports(q, k, v, causal=True, softcap=3.0) is True) == capped
 
 
 def test_fallback_to_an_ampere_row_is_named(cuda_only: None) -> None:
@@ -341,8 +337,7 @@ BOTH = """
         add(*torch.ops.fa.forward(q, k, v, out_dtype=torch.float32, attention_chunk=32))
     for bad, error in (
         (dict(window_left=-2), ValueError),
-        (dict(softcap=1.0), NotImplementedError),
-        (dict(dropout_p=0.2), NotImplementedError),
+        (dict(dropout_p=1.0), ValueError),
         (dict(causal=True, window_right=2), ValueError),
     ):
         for entry in (torch.ops.fa.forward, fa.attention):
