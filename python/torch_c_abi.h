@@ -41,6 +41,7 @@ int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float8_e4m3fn();
 int32_t aoti_torch_dtype_int32();
+int32_t aoti_torch_dtype_int64();
 int32_t aoti_torch_dtype_uint8();
 
 // Facts of a tensor; sizes and strides are borrowed.

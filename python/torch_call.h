@@ -17,7 +17,8 @@ constexpr int64_t kMaxDim = 256;
 struct Dtypes {
   int32_t fp16 = aoti_torch_dtype_float16(), bf16 = aoti_torch_dtype_bfloat16(),
           fp32 = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(),
-          uint8 = aoti_torch_dtype_uint8(), e4m3 = aoti_torch_dtype_float8_e4m3fn();
+          int64 = aoti_torch_dtype_int64(), uint8 = aoti_torch_dtype_uint8(),
+          e4m3 = aoti_torch_dtype_float8_e4m3fn();
   int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
 };
 inline const Dtypes& torch_constants() {
@@ -147,12 +148,26 @@ inline fa_factors descale(const Stack& s, const Call& c, int i) {
   return f;
 }
 
+// In 256ths, which fp32 holds exactly: rounded to fp32, dropout_p might pass a threshold.
+inline void read_dropout(const Stack& s, Call& c) {
+  const double p = s.number(kDropout);
+  check(p >= 0 && p < 1 && (p == 0 || s.has(kPhilox)), "dropout_p");
+  if (!s.has(kPhilox)) return;
+  const Tensor t(s.tensor(kPhilox));
+  check(t.dtype == torch_constants().int64 && t.with(c.q) && t.dim == 1 && t.size(0) == 2 &&
+            t.stride(0) == 1,
+        "philox_seed_offset");
+  const double largest = 1 - 1.0 / (1 << 24);
+  c.params.dropout.p = static_cast<float>(std::fmin(std::floor(256 * p + 0.5) / 256, largest));
+  if (p > 0) c.params.dropout.seed_offset = static_cast<const int64_t*>(t.data);
+}
+
 inline void read_options(const Stack& s, Call& c) {
-  for (int unbuilt : {kPageTable, kPhilox}) check(!s.has(unbuilt), kArguments[unbuilt].name);
+  check(!s.has(kPageTable), kArguments[kPageTable].name);
   check(s.integer(kDescaleBlockQ) == 0 && s.integer(kDescaleBlockK) == 0, "descale_block");
-  check(s.number(kDropout) == 0, "dropout_p");
   fa_params& p = c.params;
   p.descale = {descale(s, c, kQDescale), descale(s, c, kKDescale), descale(s, c, kVDescale)};
+  read_dropout(s, c);
   if (s.has(kScale)) {
     const double scale = s.number(kScale);
     check(std::isfinite(scale) && scale >= 0, "softmax_scale");

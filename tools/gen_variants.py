@@ -55,8 +55,10 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
         "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted")},
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1"},
+        "dropout": {"0": "0", "1": "1"},
     },
     "bwd": {
+        "dropout": {"0": "0", "1": "1"},
         "stages_do": {"1": "1", "2": "2"},
         "stages_ds": {"1": "1", "2": "2"},
         "swap_sdp": {"0": "0", "1": "1"},
@@ -329,12 +331,15 @@ def readme_block(rows: list[Row]) -> str:
     for row in in_profile(rows, "full"):
         dim = row.d_qk if row.d_qk == row.d_v else f"{row.d_qk}/{row.d_v}"
         group = groups.setdefault((row.arch, row.op, dim), {"dtype": [], "mask": [], "score": []})
+        drops = dict(row.knob_items()).get("dropout") == "1"
+        cells = {"dtype": row.dtype, "mask": row.mask, "score": row.score + "+dropout" * drops}
         for column, values in group.items():
-            if getattr(row, column) not in values:
-                values.append(getattr(row, column))
+            if cells[column] not in values:
+                values.append(cells[column])
     words = {"fwd": "forward", "bwd": "backward"}
     masks = {"none": "none", "band": "causal, windows, chunks"}
     scores = {"scale": "scale", "any": "scale, softcap, ALiBi"}
+    scores["any+dropout"] = scores["any"] + ", dropout"
     lines = [
         README_BEGIN,
         "| GPU | direction | head dim | dtypes | masks | scores |",

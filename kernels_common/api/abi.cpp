@@ -9,6 +9,7 @@
 #include <string>
 
 #include "kernels_common/api/fa.h"
+#include "kernels_common/host/combine.h"
 #include "kernels_common/host/device_info.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/params_version.h"
@@ -17,6 +18,7 @@
 #include "kernels_common/host/problem.h"
 #include "kernels_common/host/refusal.h"
 #include "kernels_common/host/registry.h"
+#include "kernels_common/host/splits.h"
 
 #ifndef FA_VERSION_STRING
 #define FA_VERSION_STRING "0.1.0"
@@ -74,9 +76,11 @@ fa_status run(Op op, const fa_params* params, void* workspace, size_t bytes, siz
   log_plan(plan, problem, device, kernels());
   const bool nothing = plan.grid == 0 && plan.rows.num_tiles == 0 && problem.grad.dsinks == nullptr;
   if (nothing) return FA_OK;
-  return plan.main->launch(op == Op::kBackward ? bind_backward(plan, problem, workspace)
-                                               : bind(plan, problem, workspace),
-                           stream);
+  if (op == Op::kBackward)
+    return plan.main->launch(bind_backward(plan, problem, workspace), stream);
+  FA_TRY(plan.main->launch(bind(plan, problem, workspace), stream));
+  if (plan.num_splits == 1) return FA_OK;
+  return launch_combine(merge_parts(problem, plan.num_splits, workspace), stream);
 }
 
 // The text of a plan, or of a refusal with the reasons of every row.
@@ -147,11 +151,10 @@ fa_status fa_backward(const fa_params* params, void* workspace, size_t bytes, si
   return guarded([&] { return run(Op::kBackward, params, workspace, bytes, needed, stream); });
 }
 
-fa_status fa_combine(const fa_combine_params* params, void*) {
-  FA_TRY(check_combine_params(params));
-  return fail(FA_ERROR_UNSUPPORTED,
-              "fa: not supported: combine on a GPU, this build has no row for it. Merge the parts "
-              "with torch operations.");
+fa_status fa_combine(const fa_combine_params* params, void* stream) {
+  CombineArgs args;
+  FA_TRY(bind_combine(params, &args));
+  return launch_combine(args, stream);
 }
 
 fa_status fa_append_kv(const fa_append_kv_params* params, void*) {

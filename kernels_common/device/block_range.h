@@ -64,6 +64,19 @@ struct KeyRange {
   int any_lo, any_hi;
 };
 
+// Blocks of part `part` of `parts` equal ones: begin == end where there are fewer blocks than
+// parts. Depends on the tile's own range alone.
+FA_HOST_DEVICE constexpr KeyRange part_of(const KeyRange& range, int part, int parts) {
+  const int each = (range.end - range.begin) / parts;
+  const int longer = (range.end - range.begin) % parts;  // the first ones have one block more
+  KeyRange r = range;
+  r.begin = range.begin + part * each + min_of(part, longer);
+  r.end = r.begin + each + (part < longer ? 1 : 0);
+  r.full_begin = clamp_to(range.full_begin, r.begin, r.end);
+  r.full_end = clamp_to(range.full_end, r.full_begin, r.end);
+  return r;
+}
+
 // Rows [q_first, q_last] of one sequence, q_first <= q_last < q_len.
 FA_HOST_DEVICE constexpr KeyRange key_range(const Band& band, int q_first, int q_last, int k_len,
                                             int tile_n) {

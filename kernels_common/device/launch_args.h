@@ -74,6 +74,20 @@ struct TransposedV {
                        // contiguous and this is not
 };
 
+// Dropout of P: docs/numerics.md has the formula of the keep bit.
+struct DropoutArgs {
+  const int64_t* seed_offset;  // [2] on the device, or null: none
+  int32_t threshold;           // kept iff the byte of (batch, head, row, key) >= threshold
+  float keep_scale;            // 256 / (256 - threshold): what a kept P is multiplied by
+};
+
+// Keys of a tile worked on in parts. With count > 1, out and lse are partial results of this many
+// parts, and num_tiles counts every part of a tile.
+struct SplitArgs {
+  int32_t count;                   // >= 1
+  int64_t stride_out, stride_lse;  // elements from one part to the next
+};
+
 struct FwdArgs {
   TensorArg q, k, v, out;
   float* lse;  // [B, Hq, Sq] or packed [Hq, total_q]; null: not wanted
@@ -81,11 +95,13 @@ struct FwdArgs {
   SeqArgs seq;
   BandArgs band;
   TileOrder order;
+  SplitArgs splits;
   int32_t heads_q, heads_k, group;  // group = heads_q / heads_k
   int32_t dim_qk, dim_v;            // real dims, <= the row's head dims, multiples of 8
   int32_t out_fp32;                 // 1: out holds fp32
   int32_t out_fp16;                 // e4m3 only: 1: out holds fp16, else bf16 or fp32
   ScoreArgs score;
+  DropoutArgs dropout;
   float scale_log2;     // of what ScoreArgs leaves: softmax scale * log2(e), capped
                         // 2 * softcap * log2(e), with ALiBi 1
   float rescale_limit;  // how far, in powers of two, a row's maximum may grow unheeded
@@ -94,13 +110,6 @@ struct FwdArgs {
   int32_t sinks_dtype;  // fa_dtype
   DescaleArg q_descale, k_descale, v_descale;
   TransposedV v_keys;  // e4m3 only
-};
-
-// Dropout of P: docs/numerics.md has the formula of the keep bit.
-struct DropoutArgs {
-  const int64_t* seed_offset;  // [2] on the device, or null: none
-  int32_t threshold;           // kept iff the byte of (batch, head, row, key) >= threshold
-  float keep_scale;            // 256 / (256 - threshold): what a kept P is multiplied by
 };
 
 // Threads of the kernels around the backward's main one.
@@ -147,6 +156,21 @@ struct BwdArgs {
   int64_t sinks_stride;
   int32_t sinks_dtype;  // fa_dtype
   float* dsinks;        // [Hq] or null
+};
+
+// Rows of a block of the merging kernel.
+inline constexpr int kCombineWarps = 4;
+
+// `count` partial results over disjoint keys; packed ones have batch 1 and rows total_q.
+struct CombineArgs {
+  TensorArg out_partial, out;  // the last dimension is contiguous
+  int64_t out_partial_stride_part;
+  const float* lse_partial;  // [count, B, H, S], rows contiguous
+  int64_t lse_partial_stride_part, lse_partial_stride_batch, lse_partial_stride_head;
+  float* lse;  // or null: not wanted
+  int64_t lse_stride_batch, lse_stride_head;
+  int32_t count, batch, rows, heads, dim_v;
+  int32_t partial_dtype, out_dtype;  // fa_dtype: fp32, bf16 or fp16
 };
 
 struct LaunchArgs {

@@ -91,8 +91,11 @@ FA_DEVICE void for_each_dropout(const DropoutPlace& place, int threshold, int ro
 #pragma unroll
   for (int first = 0; first < kPairs; first += 4) {
     const int mine = first + t, r = mine / kBlocks, block = mine - r * kBlocks;
+    // Opaque: else the keys of all ten rounds, the same for every call, occupy 20 registers.
+    DropoutPlace at = place;
+    asm volatile("" : "+r"(at.key0), "+r"(at.key1));
     const PhiloxWords words =
-        dropout_words(place, row + r % 2 * 8 + r / 2 * kSlabRows, key / 16 + block);
+        dropout_words(at, row + r % 2 * 8 + r / 2 * kSlabRows, key / 16 + block);
     uint32_t bytes[4];
 #pragma unroll
     for (int s = 0; s < 4; ++s) bytes[s] = quad_bytes(words, s);

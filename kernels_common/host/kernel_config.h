@@ -39,6 +39,7 @@ struct KernelConfig {
   Rescale rescale = Rescale::kAlways;
   int q_slots = 1;  // Q buffers
   int o_buf = 0;  // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
+  int dropout = 0;  // 1: drops weights when the call asks for it
   // Backward: slots of dO and of dS; 1: the product is computed transposed (S and dP; dK and dV;
   // dQ).
   int stages_do = 1, stages_ds = 1;

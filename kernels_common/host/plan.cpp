@@ -9,9 +9,11 @@
 #include <limits>
 #include <numeric>
 
+#include "kernels_common/device/philox.h"
 #include "kernels_common/device/value_keys.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/refusal.h"
+#include "kernels_common/host/splits.h"
 
 namespace fa {
 namespace {
@@ -89,6 +91,14 @@ float softmax_factor(const Problem& p) {
   return p.softcap > 0 ? 2 * cap_of(p) * kLog2E : p.scale * kLog2E;
 }
 
+// Everything dropped: 0 stands for 1 / 0.
+DropoutArgs dropout_args(const Problem& p) {
+  if (p.dropout_p == 0) return DropoutArgs{nullptr, 0, 1.0f};
+  const int threshold = dropout_threshold(p.dropout_p);
+  return DropoutArgs{p.seed_offset, threshold,
+                     threshold == 256 ? 0.0f : 256.0f / static_cast<float>(256 - threshold)};
+}
+
 fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Plan* plan) {
   *plan = Plan{};
   FA_TRY(select(p, device, table, &plan->main));
@@ -97,15 +107,17 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   const int64_t tiles_m = row_tiles(row, p);
   const int64_t heads = p.packed_q() ? p.heads_q : int64_t{p.heads_q} * p.seq.batch;
   const int64_t limit = std::numeric_limits<int32_t>::max();
-  if (heads > limit || (heads > 0 && tiles_m > limit / heads))
+  plan->num_splits = heads > limit ? 1 : choose_splits(row, p, device, tiles_m * heads);
+  if (heads > limit || (heads > 0 && tiles_m > limit / heads / plan->num_splits))
     return fail(FA_ERROR_UNSUPPORTED,
                 "fa: not supported: %" PRId64 " row tiles of each of %" PRId64
-                " heads (batch * heads_q) exceed 2^31 - 1 "
+                " heads (batch * heads_q), in %d parts, exceed 2^31 - 1 "
                 "tiles in one call. Split the call along the batch.",
-                tiles_m, heads);
-  plan->num_splits = 1;
-  plan->workspace_bytes = p.empty() ? 0 : transposed_bytes(row, p);
-  const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads);
+                tiles_m, heads, plan->num_splits);
+  // A row needs one of the two at most.
+  plan->workspace_bytes =
+      p.empty() ? 0 : transposed_bytes(row, p) + split_bytes(p, plan->num_splits);
+  const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads * plan->num_splits);
   plan->grid = grid_of(row, p, device, num_tiles);
   const int section =
       p.empty() ? 1 : section_heads(row, p, device, plan->grid, tiles_m, static_cast<int>(heads));
@@ -140,6 +152,7 @@ LaunchArgs bind(const Plan& plan, const Problem& p, void* workspace) {
   f.out_fp32 = p.out_dtype == DType::kFp32 ? 1 : 0;
   f.score = score_args(p);
   f.scale_log2 = softmax_factor(p);
+  f.dropout = dropout_args(p);
   // fp32 results show the rounding of the largest probability, which 16-bit results hide.
   f.rescale_limit = f.out_fp32 ? 0.f : 8.f;
   f.out_fp16 = p.out_dtype == DType::kFp16 ? 1 : 0;
@@ -150,6 +163,8 @@ LaunchArgs bind(const Plan& plan, const Problem& p, void* workspace) {
   f.sinks = p.sinks;
   f.sinks_stride = p.sinks_stride;
   f.sinks_dtype = p.sinks_dtype;
+  f.splits.count = 1;
+  if (plan.num_splits > 1) bind_parts(p, plan.num_splits, workspace, &f);
   args.grid = plan.grid;
   return args;
 }

@@ -39,6 +39,7 @@ LaunchArgs bind_backward(const Plan& plan, const Problem& problem, void* workspa
 // Score options in the form of score.h, and what the softmax multiplies its scores by.
 ScoreArgs score_args(const Problem& problem);
 float softmax_factor(const Problem& problem);
+DropoutArgs dropout_args(const Problem& problem);
 
 // The parts of make_plan() and describe() that a backward has alone.
 fa_status plan_backward(const Problem& problem, const DeviceInfo& device, Plan* plan);

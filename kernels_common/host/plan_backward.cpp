@@ -6,7 +6,6 @@
 #include <cstdio>
 #include <limits>
 
-#include "kernels_common/device/philox.h"
 #include "kernels_common/device/tile_scheduler.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/plan.h"
@@ -66,12 +65,6 @@ void plan_workspace(const Problem& p, Plan* plan) {
   w.dsinks = offsets.take(p.grad.dsinks != nullptr ? tiles * 4 : 0);
   w.dout = offsets.take(p.grad.dout_dtype == DType::kFp32 ? rounded_dout(p).bytes : 0);
   plan->workspace_bytes = offsets.total();
-}
-
-DropoutArgs dropout_args(const Problem& p) {
-  if (p.dropout_p <= 0) return DropoutArgs{nullptr, 0, 1};
-  const int threshold = dropout_threshold(p.dropout_p);
-  return DropoutArgs{p.seed_offset, threshold, 256.0f / static_cast<float>(256 - threshold)};
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "kernels_common/device/block_range.h"
+#include "kernels_common/device/philox.h"
 #include "kernels_common/host/checks.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/params_version.h"
@@ -133,7 +134,7 @@ void fill_meaning(const fa_params& p, Problem& r) {
   r.alibi_slopes = static_cast<const float*>(p.score.alibi_slopes.data);
   r.alibi_stride_batch = p.score.alibi_slopes.stride_batch;
   r.alibi_stride_head = p.score.alibi_slopes.stride_head;
-  r.dropout_p = p.dropout.p;
+  r.dropout_p = dropout_threshold(p.dropout.p) == 0 ? 0 : p.dropout.p;
   r.seed_offset = p.dropout.seed_offset;
   r.paged = p.pages.table != nullptr;
   r.q_descale = descale_arg(p.descale.q);

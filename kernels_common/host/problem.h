@@ -40,9 +40,10 @@ struct Problem {
   DescaleArg q_descale, k_descale, v_descale;
   int64_t v_stride_dim;  // 1, or v is transposed: its rows are contiguous
 
-  // Facts that no field above carries; a row that cannot serve one is refused by why_not().
-  float dropout_p;
+  float dropout_p;             // 0: none, also where every weight would be kept
   const int64_t* seed_offset;  // [2] on the device
+
+  // Facts that no field above carries; a row that cannot serve one is refused by why_not().
   bool paged, descale_blocks;
   int32_t num_splits;
 

@@ -70,6 +70,9 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
 // The head dim of the row that would be needed: the kernel sizes in use are 64, 128, 192 and 256.
 int row_dim(int dim) { return (dim + 63) / 64 * 64; }
 
+// Only Ampere rows split the keys.
+bool hopper_splits(const Problem& p) { return p.num_splits > 1 && p.force_arch == 90; }
+
 // What has to be written before a row can serve the call.
 std::string missing_parts(const Problem& p, Table table) {
   std::string parts;
@@ -84,14 +87,13 @@ std::string missing_parts(const Problem& p, Table table) {
   add(p.paged, "a paged loader");
   add(p.descale_blocks, "descales per block of rows");
   add(p.dropout_p > 0, "dropout");
-  add(p.num_splits > 1, "splitting the keys");
+  add(hopper_splits(p), "splitting the keys");
   return parts;
 }
 
 // Options that no column of the table can state yet.
 bool beyond_the_table(const Problem& p) {
-  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || p.dropout_p > 0 ||
-         p.num_splits > 1;
+  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || hopper_splits(p);
 }
 
 // The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
@@ -101,7 +103,7 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const int arch = hopper ? 90 : 80;
   const bool like = nearest != nullptr && nearest->config.arch == arch;
   const int dqk = row_dim(p.dim_qk), dv = row_dim(p.dim_v);
-  const bool any = p.softcap > 0 || p.alibi();
+  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0;
   const char* dtype = dtype_name(p.dtype);
   const char* kv_dtype = dtype_name(p.kv_dtype);
   char dims[32];
@@ -112,14 +114,15 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const LoadKind plain = hopper ? LoadKind::kTma : LoadKind::kCpAsync;
   char line[512];
   std::snprintf(line, sizeof(line),
-                "sm%d_%s_%s_%s_band%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,,"
+                "sm%d_%s_%s_%s_band%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,%s,"
                 "release,30,\"why\"",
                 arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "", arch,
                 short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
                 loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain),
                 like ? nearest->config.tile_m : 128, like ? nearest->config.tile_n : 64,
                 like ? nearest->config.warps : (hopper ? 12 : 4),
-                like ? nearest->config.stages : (hopper ? 2 : 1), hopper ? "overlap" : "serial");
+                like ? nearest->config.stages : (hopper ? 2 : 1), hopper ? "overlap" : "serial",
+                p.dropout_p > 0 ? "dropout=1" : "");
   return line;
 }
 

@@ -29,20 +29,18 @@ struct FwdTypes {
   // Whether warps pass over blocks that none of their rows sees. Gains were measured at D 64; at
   // D 128 the path leaves no register free.
   static constexpr bool kSkipUnseen = kDimV <= 64;
-  // Whether O is rescaled before the exponentials instead of after them. At D 64 their order
-  // decides whether 168 registers are enough on sm_80.
-  static constexpr bool kRescaleFirst = kDimV <= 64;
 
   static_assert(kConfig.arch == 80 && kConfig.op == Op::kForward,
                 "this row is not an Ampere forward row");
   static_assert(kType == DType::kFp16 || kType == DType::kBf16, "dtype must be fp16 or bf16");
   static_assert(kConfig.kv_dtype == kType, "kv_dtype must equal dtype");
-  static_assert(kConfig.score == ScoreKind::kScale, "score must be scale");
+  static_assert(kConfig.dropout == 0 || kConfig.score == ScoreKind::kAny,
+                "dropout needs the score `any`");
   static_assert(kConfig.kv == LoadKind::kCpAsync && kConfig.q == LoadKind::kCpAsync,
                 "kv and q must be cpasync");
   static_assert(kConfig.sched == SchedKind::kStatic && kConfig.cluster == 1,
                 "sched must be static and cluster 1");
-  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims must be multiples of 64");
+  static_assert(kDimQk % 32 == 0 && kDimV % 32 == 0, "head dims must be multiples of 32");
   static_assert(kTileM == kWarps * kSlabs * 16, "tile_m must be a multiple of 16 x warps");
   static_assert(kTileN % 16 == 0, "tile_n must be a multiple of 16");
   static_assert(kConfig.step == StepKind::kSerial, "step must be serial");
@@ -65,7 +63,8 @@ struct FwdTypes {
 
   // Blocks per SM that the registers are budgeted for: accumulators and about 40 for the rest. At
   // D 64 a third block gains more (+5 % at 4k, H200) than Q kept in registers.
-  static constexpr int kRegisters = kSlabs * (kDimV + kTileN) / 2 + 40;
+  static constexpr int kRegisters =
+      kSlabs * (kDimV + kTileN) / 2 + (kConfig.score == ScoreKind::kScale ? 40 : 60);
   static constexpr int kMinBlocks =
       kRegisters <= 168 && kThreads == 128 ? 3 : (kThreads <= 128 ? 2 : 1);
 };

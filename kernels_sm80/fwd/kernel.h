@@ -4,7 +4,6 @@
 #pragma once
 
 #include "kernels_common/device/fwd_epilogue.h"
-#include "kernels_common/device/score.h"
 #include "kernels_sm80/fwd/step.h"
 
 namespace fa::sm80 {
@@ -13,17 +12,17 @@ namespace fa::sm80 {
 // address.
 template <class Row>
 FA_DEVICE void store_tile(FwdStep<Row>& step, const FwdArgs& args, const SeqInfo& seq, int head_q,
-                          uint32_t smem_o, int warp, int lane) {
+                          int split, uint32_t smem_o, int warp, int lane) {
   using T = FwdTypes<Row>;
   constexpr int kRows = 2 * T::kSlabs;
   const int first = seq.m_first + warp * T::kWarpRows;  // of this warp
   float sinks[kRows];
   CUTE_UNROLL
-  for (int r = 0; r < kRows; ++r) sinks[r] = sink_of(args, head_q);
+  for (int r = 0; r < kRows; ++r) sinks[r] = sink_of_split(args, head_q, split);
   step.softmax.finish(args.scale_log2, sinks);
 
-  float* lse = lse_rows(args, seq, head_q);
-  char* out = out_rows(args, seq, head_q);
+  float* lse = lse_rows(args, seq, head_q, split);
+  char* out = out_rows(args, seq, head_q, split);
   auto view = acc_view(step.output);  // (rows, columns)
   CUTE_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -31,7 +30,8 @@ FA_DEVICE void store_tile(FwdStep<Row>& step, const FwdArgs& args, const SeqInfo
     const bool taking_part = row < seq.q_len;
     if (lse != nullptr && lane % 4 == 0 && row < seq.q_slot)
       lse[row] = taking_part ? step.softmax.max[r] : -INFINITY;
-    const float factor = taking_part ? step.softmax.sum[r] : 0.f;
+    float factor = taking_part ? step.softmax.sum[r] : 0.f;
+    if constexpr (T::kConfig.dropout) factor *= args.dropout.keep_scale;
     // Selected, not multiplied: a row without a key is 0 even if a neighbour's key brought NaN into
     // the accumulators.
     CUTE_UNROLL
@@ -73,7 +73,7 @@ FA_DEVICE void store_tile(FwdStep<Row>& step, const FwdArgs& args, const SeqInfo
   for (int i = 0; i < T::kWarpRows / 4; ++i) {
     const int in_warp = i * 4 + lane / 8, row = first + in_warp;
     CUTE_UNROLL
-    for (int p = 0; p < T::kDimV / 64; ++p) {
+    for (int p = 0; p < Tile::panels(T::kDimV); ++p) {
       const int chunk = p * 8 + lane % 8;
       if (row >= seq.q_slot || chunk * 8 >= args.dim_v) continue;
       uint4 data;
@@ -102,12 +102,15 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
     const int thread = thread_again();
     // Opaque per tile: else reciprocals that are the same for every tile occupy registers in the
     // key loop.
-    int heads_q = args.heads_q, group = args.group;
+    int heads_q = args.heads_q, group = args.group, splits = args.splits.count;
     TileOrder order = args.order;
     asm volatile("" : "+r"(heads_q), "+r"(group), "+r"(order.tiles_m), "+r"(order.section));
+    asm volatile("" : "+r"(splits));
     // Through a shuffle, so that the compiler knows that a warp agrees on it.
     const int warp = __shfl_sync(0xffffffffu, thread / 32, 0), lane = thread % 32;
-    const TileCoord at = tile_coord(order, tile);
+    // The parts of a tile's keys are neighbours in the order.
+    const int split = splits == 1 ? 0 : int(tile % splits);
+    const TileCoord at = tile_coord(order, splits == 1 ? tile : tile / splits);
     const int batch = args.seq.cu_q == nullptr ? at.head / heads_q : 0;
     const int head_q = at.head - batch * heads_q;
     const SeqInfo seq = seq_info(args.seq, at.m, batch, T::kTileM);
@@ -119,8 +122,9 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
     if (seq.m_first < seq.q_len)
       range = key_range(band, seq.m_first, min_of(seq.m_first + T::kTileM, seq.q_len) - 1,
                         seq.k_len, T::kTileN);
+    if (splits > 1) range = part_of(range, split, splits);
     if (range.begin == range.end) {
-      store_empty(args, seq, head_q, T::kTileM, thread, T::kThreads);
+      store_empty(args, seq, head_q, T::kTileM, thread, T::kThreads, split);
       continue;
     }
 
@@ -132,13 +136,19 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
       state.seq = seq;
       state.range = range;
       state.head_q = head_q;
+      state.split = split;
       state.tile = tile;
       state.mask.k_len = seq.k_len;
       if constexpr (T::Mask::kNeeded) state.mask.band = band;
+      if constexpr (T::kConfig.score == ScoreKind::kAny)
+        state.score = score_tile(args.score, seq.index, head_q, seq.q_len, seq.k_len);
+      if constexpr (T::kConfig.dropout)
+        if (args.dropout.seed_offset != nullptr)
+          state.dropout = dropout_place(args.dropout.seed_offset, seq.index, heads_q, head_q);
     }
     __syncwarp();
     const CpAsyncKv<Row> loader(args, state, smem_k, smem_v);
-    FwdStep<Row> step(loader, state, args.scale_log2, args.rescale_limit, smem_q, smem_k, smem_v);
+    FwdStep<Row> step(args, loader, state, smem_q, smem_k, smem_v);
     PlainQ<Row>::load(static_cast<const char*>(args.q.data) +
                           2 * (seq.q_batch * args.q.stride_batch +
                                int64_t(seq.q_begin + seq.m_first) * args.q.stride_row +
@@ -149,7 +159,7 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
     attend_tile<typename T::Mask>(step, state.range, PlainScore{});
     tile = state.tile;
     const int again = thread_again();
-    store_tile(step, args, state.seq, state.head_q, smem_q, again / 32, again % 32);
+    store_tile(step, args, state.seq, state.head_q, state.split, smem_q, again / 32, again % 32);
   }
   cute::cp_async_wait<0>();
 }

@@ -31,7 +31,8 @@ FA_DEVICE void load_panels(const char* src, int64_t row_bytes, int row, int row_
     const int r = row + i * kRowStep;
     const bool row_wanted = !kCheckRows || (r >= row_lo && r < row_hi);
     CUTE_UNROLL
-    for (int p = 0; p < kDim / 64; ++p) {
+    for (int p = 0; p < SwizzledTile<kTileRows>::panels(kDim); ++p) {
+      if (p * 64 + 64 > kDim && p * 64 + chunk * 8 >= kDim) continue;  // no product reads it
       // Rows 4 apart alternate between two chunk positions; rows 8 or 16 apart share one.
       const uint32_t at = kRowStep % 8 == 0
                               ? dst + i * kRowStep * 128 + p * SwizzledTile<kTileRows>::kPanelBytes
@@ -65,11 +66,11 @@ class CpAsyncKv {
   // Block n of keys (values) into slot `slot`. Asynchronous; the caller commits the group.
   FA_DEVICE void load_k(int n, int slot) const {
     load<T::kDimQk>(state_.k, args_.k.stride_row * 2, n, args_.dim_qk,
-                    smem_k_ + slot * (T::kTileN * T::kDimQk * 2));
+                    smem_k_ + slot * (SwizzledTile<T::kTileN>::size(T::kDimQk) * 2));
   }
   FA_DEVICE void load_v(int n, int slot) const {
     load<T::kDimV>(state_.v, args_.v.stride_row * 2, n, args_.dim_v,
-                   smem_v_ + slot * (T::kTileN * T::kDimV * 2));
+                   smem_v_ + slot * (SwizzledTile<T::kTileN>::size(T::kDimV) * 2));
   }
   FA_DEVICE int first_block() const { return state_.range.begin; }
 

@@ -3,6 +3,8 @@
 // operand?
 #pragma once
 
+#include "kernels_common/device/philox.h"
+#include "kernels_common/device/score.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_sm80/fwd/config.h"
 
@@ -14,6 +16,9 @@ namespace fa::sm80 {
 template <int kRows>
 struct SwizzledTile {
   static constexpr int kPanelBytes = kRows * 128;
+  // Elements of a tile of kDim columns; the right half of the last panel may stay unused.
+  static constexpr int size(int dim) { return kRows * panels(dim) * 64; }
+  static constexpr int panels(int dim) { return (dim + 63) / 64; }
 
   // Byte offset of the 16-byte chunk `chunk` (8 elements) of `row`.
   FA_DEVICE static constexpr uint32_t offset(int row, int chunk) {
@@ -53,9 +58,11 @@ struct TileState {
   const char *k, *v;  // key 0 of the sequence and head
   SeqInfo seq;
   KeyRange range;
-  int head_q;
+  int head_q, split;
   uint32_t tile;  // index in the order of tiles
   Mask mask;
+  ScoreTile score;       // of rows with the score `any`
+  DropoutPlace dropout;  // of rows that drop weights
 };
 
 template <class Row>
@@ -63,9 +70,11 @@ struct FwdSmem {
   using T = FwdTypes<Row>;
   using E = typename T::Element;
   static constexpr int kQueryDim = T::kDimQk > T::kDimV ? T::kDimQk : T::kDimV;
-  alignas(128) E q[T::kTileM * kQueryDim];  // Q, afterwards O; each warp touches its own rows only
-  alignas(128) E k[T::kStages][T::kTileN * T::kDimQk];
-  alignas(128) E v[T::kStages][T::kTileN * T::kDimV];
+  using Keys = SwizzledTile<T::kTileN>;
+  // Q, afterwards O; each warp touches its own rows only.
+  alignas(128) E q[SwizzledTile<T::kTileM>::size(kQueryDim)];
+  alignas(128) E k[T::kStages][Keys::size(T::kDimQk)];
+  alignas(128) E v[T::kStages][Keys::size(T::kDimV)];
   TileState<typename T::Mask> state[T::kWarps];
 };
 

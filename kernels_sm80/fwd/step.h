@@ -4,6 +4,8 @@
 
 #include "kernels_common/device/attend_tile.h"
 #include "kernels_common/device/online_softmax.h"
+#include "kernels_common/device/philox.h"
+#include "kernels_common/device/score.h"
 #include "kernels_sm80/fwd/q_loader.h"
 
 namespace fa::sm80 {
@@ -40,13 +42,14 @@ class FwdStep {
   static constexpr bool kFirstIsNext = true;  // for attend_tile()
 
   // `smem_*`: addresses of the FwdSmem members.
-  FA_DEVICE FwdStep(const CpAsyncKv<Row>& loader, const TileState<typename T::Mask>& state,
-                    float scale_log2, float rescale_limit, uint32_t smem_q, uint32_t smem_k,
+  FA_DEVICE FwdStep(const FwdArgs& args, const CpAsyncKv<Row>& loader,
+                    const TileState<typename T::Mask>& state, uint32_t smem_q, uint32_t smem_k,
                     uint32_t smem_v)
-      : loader_(loader),
+      : args_(args),
+        loader_(loader),
         state_(state),
-        scale_log2_(scale_log2),
-        rescale_limit_(rescale_limit),
+        scale_log2_(args.scale_log2),
+        rescale_limit_(args.rescale_limit),
         smem_q_(smem_q),
         smem_k_(smem_k),
         smem_v_(smem_v) {
@@ -83,8 +86,10 @@ class FwdStep {
     }
     products_qk(n);
     between_products(n);
+    if constexpr (T::kConfig.score == ScoreKind::kAny) score(n);
     if constexpr (Edge::kMasked) mask(n);
     softmax_of_block();
+    if constexpr (T::kConfig.dropout) drop_weights(n);
     products_pv(n);
   }
 
@@ -116,10 +121,38 @@ class FwdStep {
                                        band.first_key(first) < (n + 1) * T::kTileN);
   }
 
+  // Products to scores. Which policy is the same for every block: one branch each costs little
+  // here, where no product is in flight.
+  FA_DEVICE void score(int n) {
+    auto view = acc_view(scores_);  // (rows, columns)
+    const int thread = thread_again(), lane = thread % 32;
+    const int row = first_row(thread) + lane / 4, col = n * T::kTileN + acc_first_col(lane);
+    with_score<T::kConfig.score>(args_.score, [&](auto policy) {
+      policy.template apply<16>(view, args_.score, state_.score, row, col);
+    });
+  }
+
+  // After the softmax: its sums, and so LSE, are those of all weights.
+  FA_DEVICE void drop_weights(int n) {
+    if (args_.dropout.seed_offset == nullptr) return;
+    auto view = acc_view(scores_);  // (rows, columns)
+    const int thread = thread_again(), lane = thread % 32;
+    for_each_dropout<kRows, T::kTileN / 4, 16>(state_.dropout, args_.dropout.threshold,
+                                               first_row(thread) + lane / 4, n * T::kTileN, lane,
+                                               [&](int r, int c, bool dropped) {
+                                                 if (dropped) view(r, c) = 0.f;
+                                               });
+  }
+
+  // Of the warp, counted from the sequence's first.
+  FA_DEVICE int first_row(int thread) const {
+    return state_.seq.m_first + thread / 32 * T::kWarpRows;
+  }
+
   FA_DEVICE void mask(int n) {
     auto view = acc_view(scores_);  // (rows, columns)
     const int thread = thread_again(), lane = thread % 32;
-    const int row = state_.seq.m_first + thread / 32 * T::kWarpRows + lane / 4;
+    const int row = first_row(thread) + lane / 4;
     state_.mask.template apply<16>(view, row, n * T::kTileN + acc_first_col(lane));
   }
 
@@ -128,7 +161,7 @@ class FwdStep {
     auto view = acc_view(scores_);  // (rows, columns)
     const bool grown =
         softmax.template update_max<T::kLazyRescale>(view, scale_log2_, rescale_limit_);
-    if constexpr (T::kRescaleFirst) rescale_output_if(grown);
+    rescale_output_if(grown);  // before the exponentials: +5 % (H200)
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       softmax.sum[r] *= softmax.alpha[r];
@@ -139,7 +172,6 @@ class FwdStep {
         softmax.sum[r] += view(r, c);
       }
     }
-    if constexpr (!T::kRescaleFirst) rescale_output_if(grown);
   }
 
   // Most blocks raise no maximum (by much): one vote then saves a multiplication per output.
@@ -161,7 +193,8 @@ class FwdStep {
   // Which 16 dims Q · Kᵀ takes at its step j: the same place of every panel in turn. Their
   // addresses differ by a constant, so one swizzled address per operand is live instead of four.
   FA_DEVICE static constexpr int dim_step(int j) {
-    constexpr int kPanels = kKSteps / 4;
+    if constexpr (kKSteps % 4 != 0) return j;  // half of the last panel: in order
+    constexpr int kPanels = (kKSteps + 3) / 4;
     return j % kPanels * 4 + j / kPanels;
   }
   FA_DEVICE void load_q_operand(uint32_t rows, int j, uint32_t (&a)[T::kSlabs][4]) const {
@@ -187,7 +220,7 @@ class FwdStep {
     constexpr int kTiles = T::kTileN / 16;
     const uint32_t rows = q_lane();
     const uint32_t keys = smem_k_ + lane_offset_keys<T::kTileN>(thread_again() % 32) +
-                          slot(n) * (T::kTileN * T::kDimQk * 2);
+                          slot(n) * (SwizzledTile<T::kTileN>::size(T::kDimQk) * 2);
     cute::clear(scores_);
     uint32_t a[2][T::kSlabs][4], b[kAhead + 1][4];
     auto load_b = [&](int t) {
@@ -216,7 +249,7 @@ class FwdStep {
   FA_DEVICE void products_pv(int n) {
     constexpr int kTiles = T::kDimV / 16, kTotal = T::kTileN / 16 * kTiles;
     const uint32_t values = smem_v_ + lane_offset_rows<T::kTileN>(thread_again() % 32) +
-                            slot(n) * (T::kTileN * T::kDimV * 2);
+                            slot(n) * (SwizzledTile<T::kTileN>::size(T::kDimV) * 2);
     uint32_t b[kAhead + 1][4], a[T::kSlabs][4];
     auto load_b = [&](int t) {
       load_matrix_transposed(
@@ -247,6 +280,7 @@ class FwdStep {
     }
   }
 
+  const FwdArgs& args_;  // in constant memory
   CpAsyncKv<Row> loader_;
   const TileState<typename T::Mask>& state_;  // in shared memory
   float scale_log2_, rescale_limit_;

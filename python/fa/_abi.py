@@ -218,6 +218,25 @@ def _fill_descale(values: list[Any], at: int, t: Any, block: int, address: int) 
     values[at : at + 6] = (address, *steps, dtype_code(t.dtype), block)
 
 
+# fa_combine_params: header, sizes, out_partial, out, out_stride_part, lse_partial, lse,
+# lse_stride_part.
+_combine = struct.Struct("=II6i" + 2 * "Q4q2i" + "q" + 2 * "Qqq" + "q")
+
+
+def combine_params(out_partial: Any, lse_partial: Any, out: Any, lse: Any) -> bytes:
+    """`fa_combine_params` of [n, B, S, H, D] and [n, B, H, S], or packed [n, total, H, D]."""
+    n, *batch, rows, heads, dim = out_partial.shape
+    values: list[Any] = [_combine.size, ABI_VERSION, n, *(batch or [1]), rows, heads, dim, 0]
+    for t, strides in ((out_partial, out_partial.stride()[1:]), (out, out.stride())):
+        strides = strides if batch else (0, *strides)
+        values += [t.data_ptr(), *strides, dtype_code(t.dtype), 0]
+    values.append(out_partial.stride(0))
+    for t, strides in ((lse_partial, lse_partial.stride()[1:-1]), (lse, lse.stride()[:-1])):
+        values += [t.data_ptr(), *(strides if batch else (0, *strides))]
+    values.append(lse_partial.stride(0))
+    return _combine.pack(*values)
+
+
 def _int32(name: str, t: Any) -> None:
     if not str(t.dtype).endswith("int32"):
         raise ValueError(f"{name}: dtype {t.dtype} is not int32. Convert it with .to(torch.int32).")
@@ -381,7 +400,8 @@ def params_from_tensors(
         if descale is not None:
             _fill_descale(values, _DESCALE + 6 * i, descale, block, presence(descale))
     if dropout_p:
-        values[_DROPOUT] = dropout_p
+        # In 256ths, which fp32 holds exactly: rounded to fp32, dropout_p might pass a threshold.
+        values[_DROPOUT] = min(math.floor(256 * dropout_p + 0.5) / 256, 1 - 2**-24)
         if philox_seed_offset is not None:
             values[_DROPOUT + 1] = presence(philox_seed_offset)
     if grad is not None:

@@ -173,6 +173,38 @@ def _with_rows(dout: Tensor) -> Tensor:
     return dout if readable and dout.data_ptr() % 16 == 0 else dout.contiguous()
 
 
+_COMBINE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_COMBINE_DIM = 256
+
+
+def combines(out_partial: Tensor, out_dtype: torch.dtype | None) -> bool:
+    """Whether the library's kernel merges these; torch operations take the others."""
+    return (
+        out_partial.dtype in _COMBINE_DTYPES
+        and (out_dtype or out_partial.dtype) in _COMBINE_DTYPES
+        and 1 <= out_partial.shape[-1] <= _COMBINE_DIM
+        and _lib.available()
+        and _lib.load().fa_kernel_count() > 0
+    )
+
+
+def combine(
+    out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """`fa::_combine` for CUDA tensors where `combines` holds."""
+    if out_partial.stride(-1) != 1:
+        out_partial = out_partial.contiguous()
+    if lse_partial.stride(-1) != 1:
+        lse_partial = lse_partial.contiguous()
+    out = empty_like_order(out_partial[0], out_partial.shape[1:], out_dtype or out_partial.dtype)
+    lse = lse_partial.new_empty(lse_partial.shape[1:])
+    with torch.cuda.device(out.device):
+        stream = torch.cuda.current_stream().cuda_stream
+        params = _abi.combine_params(out_partial, lse_partial, out, lse)
+        _lib.check(_lib.load().fa_combine(params, stream))
+    return out, lse
+
+
 def _launch(function: Callable[..., int], q: Tensor, params: bytes) -> None:
     """One call on the current stream of q's device, with a workspace of torch's where needed."""
     with torch.cuda.device(q.device):

@@ -111,6 +111,7 @@ def _declare(library: ctypes.CDLL) -> None:
         "fa_workspace_size": (ctypes.c_int, [ctypes.c_int, params, to_size]),
         "fa_forward": (ctypes.c_int, [params, pointer, size, to_size, pointer]),
         "fa_backward": (ctypes.c_int, [params, pointer, size, to_size, pointer]),
+        "fa_combine": (ctypes.c_int, [params, pointer]),
         "fa_explain": (ctypes.c_int, [ctypes.c_int, params, pointer, size]),
         "fa_kernel_count": (ctypes.c_int, []),
         "fa_kernel_info": (ctypes.c_int, [ctypes.c_int, ctypes.POINTER(_KernelDesc)]),

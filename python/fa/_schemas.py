@@ -51,6 +51,10 @@ SCHEMAS: dict[str, str] = {
         "(Tensor out_partial, Tensor lse_partial, *, ScalarType? out_dtype=None) "
         "-> (Tensor out, Tensor lse)"
     ),
+    "_combine": (
+        "(Tensor out_partial, Tensor lse_partial, *, ScalarType? out_dtype=None) "
+        "-> (Tensor out, Tensor lse)"
+    ),
     "append_kv": (
         "(Tensor k_new, Tensor v_new, Tensor(a!) k_cache, Tensor(b!) v_cache, *, "
         "Tensor cache_seqlens, Tensor? page_table=None, Tensor? cu_seqlens_new=None, "

@@ -36,8 +36,6 @@ _NO_ROW: dict[str, Any] = {
     "page_table": None,
     "descale_block_q": 0,
     "descale_block_k": 0,
-    "dropout_p": 0.0,
-    "philox_seed_offset": None,
 }
 
 
@@ -65,7 +63,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: Options, *, kernels: bool)
     batch = _shapes(q, k, v, options, kernels)
     _sequence_tensors(q, batch, k, options)
     _head_tensors(q, batch, options)
-    dropout(q, options)
+    dropout(q, options, kernels)
     descales(q, k, v, batch, options)
     out_dtype = options.get("out_dtype")
     if out_dtype is not None and out_dtype not in out_dtypes(q.dtype):

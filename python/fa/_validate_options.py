@@ -43,7 +43,7 @@ def dropout_probability(options: Options) -> None:
         raise ValueError(f"dropout_p: {dropout_p} is outside of [0, 1). Pass 0 for no dropout.")
 
 
-def dropout(q: Tensor, options: Options) -> None:
+def dropout(q: Tensor, options: Options, kernels: bool) -> None:
     """dropout_p itself was checked with the options that a backend lacks."""
     dropout_p, t = options.get("dropout_p", 0.0), options.get("philox_seed_offset")
     if t is None:
@@ -61,6 +61,11 @@ def dropout(q: Tensor, options: Options) -> None:
         raise ValueError(
             f"philox_seed_offset: is on {t.device} and q on {q.device}. Move it with "
             f'.to("{q.device}").'
+        )
+    if kernels and t.stride(0) != 1:
+        raise ValueError(
+            f"philox_seed_offset: stride {t.stride(0)} is not 1, and kernels read two neighbouring "
+            "int64. Pass philox_seed_offset.contiguous()."
         )
 
 

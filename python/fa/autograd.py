@@ -150,7 +150,7 @@ class Combine(torch.autograd.Function):
         ctx: Any, out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        out, lse = cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
+        out, lse = torch.ops.fa._combine.default(out_partial, lse_partial, out_dtype=out_dtype)
         ctx.save_for_backward(out_partial, lse_partial, out, lse)
         return out, lse
 

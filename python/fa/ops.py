@@ -324,13 +324,40 @@ def _padded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
 def combine(
     out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`fa::combine`: torch operations on every device."""
+    """`fa::combine`: the raw operator, inside the autograd.Function where a gradient is needed."""
     _buffers.combine(out_partial, lse_partial, out_dtype)
     autograd.refuse_forward_mode(out_partial, lse_partial)
     with _exactly(out_partial):
         if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
             return autograd.Combine.apply(out_partial, lse_partial, out_dtype)
+        return torch.ops.fa._combine.default(out_partial, lse_partial, out_dtype=out_dtype)
+
+
+def _combine_torch(
+    out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    _buffers.combine(out_partial, lse_partial, out_dtype)
+    with _exactly(out_partial):
         return cpu.combine(out_partial, lse_partial, out_dtype=out_dtype)
+
+
+def _combine_cuda(
+    out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """The library's kernel; torch operations for what it does not take (fp64, head dims > 256)."""
+    if _on_torch() or not _cuda.combines(out_partial, out_dtype):
+        return _combine_torch(out_partial, lse_partial, out_dtype=out_dtype)
+    _buffers.combine(out_partial, lse_partial, out_dtype)
+    return _cuda.combine(out_partial, lse_partial, out_dtype)
+
+
+def _combine_fake(
+    out_partial: Tensor, lse_partial: Tensor, *, out_dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    _buffers.combine(out_partial, lse_partial, out_dtype)
+    dtype = out_dtype or out_partial.dtype
+    out = empty_like_order(out_partial[0], out_partial.shape[1:], dtype)
+    return out, lse_partial.new_empty(lse_partial.shape[1:])
 
 
 # ---- registration ------------------------------------------------------------------------------
@@ -360,12 +387,14 @@ def _register() -> None:
     impl("forward_out", _forward_out_cpu, "CPU")
     impl("_forward_dense", _forward_dense, "CPU")
     impl("backward", _backward_cpu, "CPU")
+    impl("_combine", _combine_torch, "CPU")
+    impl("_combine", _combine_cuda, "CUDA")
     impl("backward_out", _backward_out, "CPU")
     impl("backward_out", _backward_out_cuda, "CUDA")
     impl("_forward_torch", _forward_torch, "CompositeExplicitAutograd")
     impl("_forward_out_torch", _forward_out_torch, "CompositeExplicitAutograd")
     impl("_refusal", _refusal, "CompositeExplicitAutograd")
-    for name in ("backward", "backward_out"):
+    for name in ("_combine", "backward", "backward_out"):
         impl(name, _below_autograd(name), "Autograd")
     _raw.bind()
     impl("forward", forward, "CompositeImplicitAutograd")
@@ -377,6 +406,7 @@ def _register() -> None:
         ("_forward_torch", _forward_fake),
         ("forward_out", _forward_out_fake),
         ("_forward_out_torch", _forward_out_fake),
+        ("_combine", _combine_fake),
         ("backward", _backward_fake),
         ("backward_out", _backward_out_fake),
     ):
