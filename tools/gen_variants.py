@@ -59,12 +59,13 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
     },
     "bwd": {
         "dropout": {"0": "0", "1": "1"},
-        "stages_do": {"1": "1", "2": "2"},
+        "stages_do": {"1": "1", "2": "2", "3": "3"},
         "stages_ds": {"1": "1", "2": "2"},
         "swap_sdp": {"0": "0", "1": "1"},
         "swap_dkv": {"0": "0", "1": "1"},
         "swap_dq": {"0": "0", "1": "1"},
         "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector", "bulk")},
+        "ds": {k: f"DsFrom::k{k.title()}" for k in ("registers", "shared")},
         "dq_turns": {"1": "1", "2": "2", "4": "4", "8": "8"},
     },
 }

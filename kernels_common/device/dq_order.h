@@ -21,4 +21,16 @@ struct RowOrder {
   FA_HOST_DEVICE static constexpr int offset(int row, int col) { return row * kDim + col; }
 };
 
+// As the accumulators of products of 64 rows hold it: four values lie together that belong to one
+// thread, 512 to one warpgroup; columns (c, c + 1) of row r, then of row r + 8. What vector reduces
+// out of registers want.
+template <int kDim>
+struct AccumulatorOrder {
+  static constexpr int kRun = 2;
+  FA_HOST_DEVICE static constexpr int offset(int row, int col) {
+    const int thread = row % 64 / 16 * 32 + row % 8 * 4 + col % 8 / 2;
+    return (row / 64 * (kDim / 8) + col / 8) * 512 + thread * 4 + row % 16 / 8 * 2 + col % 2;
+  }
+};
+
 }  // namespace fa

@@ -21,6 +21,9 @@ enum class Rescale : int { kAlways = 0, kVoted = 1 };
 // shared memory.
 enum class DqAdd : int { kAtomic = 0, kVector = 1, kBulk = 2 };
 
+// Where the product dK = dSᵀ · Q takes dS from.
+enum class DsFrom : int { kRegisters = 0, kShared = 1 };
+
 struct KernelConfig {
   int arch;  // 80, 90
   Op op;
@@ -45,6 +48,7 @@ struct KernelConfig {
   int stages_do = 1, stages_ds = 1;
   int swap_sdp = 0, swap_dkv = 0, swap_dq = 0;
   DqAdd dq = DqAdd::kAtomic;
+  DsFrom ds = DsFrom::kRegisters;
   int dq_turns = 1;  // counters per dQ tile that order its additions
 };
 

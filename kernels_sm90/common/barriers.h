@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which hardware barriers does a Hopper forward kernel use: who arrives, who waits, how many
-// threads?
+// Which hardware barriers does a Hopper kernel use: who arrives, who waits, how many threads?
 #pragma once
 
 #include "kernels_common/device/launch_args.h"
@@ -16,6 +15,7 @@ enum class Barrier : int {
       4,  // V rows overwritten by all consumers, before any of them reads the tile; all consumers
   kSlab = 5,  // + warpgroup (0 .. 2): the warpgroup has read its rows of Q, O may overwrite them;
               // 128 threads
+  kDq = 8,    // backward: the dQ warpgroup around its turn; 128 threads
 };
 
 template <int kThreads>

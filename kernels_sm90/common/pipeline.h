@@ -35,6 +35,25 @@ FA_DEVICE void mbarrier_expect(uint64_t* barrier, uint32_t bytes) {
 // Returns once the phase with this parity is complete. One asm block: no branch of the surrounding
 // code stands between the issue and the wait of a WGMMA.
 FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+#ifdef FA_BOUNDED_WAITS
+  // A protocol that would hang ends the kernel with an error instead, after about a second.
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      ".reg .u32 tries;\n"
+      "mov.u32 tries, 0;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra ready;\n"
+      "add.u32 tries, tries, 1;\n"
+      "setp.lt.u32 done, tries, 1000000;\n"
+      "@done bra again;\n"
+      "trap;\n"
+      "ready:\n"
+      "}" ::"r"(shared_address(barrier)),
+      "r"(parity)
+      : "memory");
+#else
   asm volatile(
       "{\n"
       ".reg .pred done;\n"
@@ -46,6 +65,7 @@ FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       "}" ::"r"(shared_address(barrier)),
       "r"(parity)
       : "memory");
+#endif
 }
 
 // `full`: one arrival (the producer's lane) plus the bytes of the load; consumers wait.

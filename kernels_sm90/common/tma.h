@@ -37,6 +37,15 @@ FA_DEVICE void tma_load(const TensorMap& map, void* shared, uint64_t* barrier, B
       : "memory");
 }
 
+// Contiguous bytes, a multiple of 16 at addresses that are.
+FA_DEVICE void bulk_load(void* shared, const void* global, uint32_t bytes, uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(shared)),
+      "l"(global), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 FA_DEVICE void tma_store(const TensorMap& map, const void* shared, BoxCoord at) {
   asm volatile(
       "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(

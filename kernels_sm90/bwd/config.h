@@ -1,0 +1,122 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which types, roles and register budgets follow from one row of the table?
+#pragma once
+
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/atom/mma_atom.hpp>
+#include <cute/tensor.hpp>
+
+#include "kernels_common/device/element.h"
+#include "kernels_sm90/common/barriers.h"
+#include "kernels_sm90/common/pipeline.h"
+
+namespace fa::sm90 {
+
+// Warpgroup 0 makes dQ, and one lane of it brings the operands; the others make S, dP, dV and dK.
+inline constexpr int kFirstCompute = 1;
+
+template <class Row>
+struct BwdTypes {
+  static constexpr KernelConfig kConfig = Row::kConfig;
+  static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
+  static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
+  static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
+  static constexpr bool kDkFromRegisters = kConfig.ds == DsFrom::kRegisters;
+  static constexpr int kThreads = kConfig.warps * 32;
+  static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
+  static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;
+  static constexpr int kComputeWarps = 4 * kComputes;
+  static constexpr int kDsReaderWarps = 4 + (kDkFromRegisters ? 0 : kComputeWarps);
+  static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
+
+  static_assert(kConfig.arch == 90 && kConfig.op == Op::kBackward);
+  static_assert(kConfig.dtype == kConfig.kv_dtype,
+                "16-bit backward rows have one dtype for q, k and v");
+  static_assert(kComputes == 2 && kTileN == 64 * kComputes,
+                "two compute warpgroups own 64 keys each: tile_n = 128, warps = 12");
+  static_assert(kConfig.stages_do == kSlots, "Q and dO of a block share a slot number");
+  static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
+  static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
+                "head dims of a row are multiples of 64");
+  static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
+  static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
+  static_assert(kConfig.swap_sdp == 1 && kConfig.swap_dkv == 0 && kConfig.swap_dq == 0,
+                "S and dP are computed transposed, so that P and dS feed dV and dK from registers");
+  static_assert(kConfig.dq == DqAdd::kVector);
+
+  // Registers per thread after setmaxnreg; a block starts with 168 each. A compute thread holds dV
+  // and dK, P, and one of S and dP; two dozen are left for all else.
+  static constexpr int kDqRegisters = 88, kComputeRegisters = 208;
+  static_assert(kDqRegisters + kComputes * kComputeRegisters == 504);
+
+  using E = Element<kConfig.dtype>;
+
+  // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots
+  // last.
+  template <int kRows, int kCols, int kSlots>
+  using Tile = decltype(cute::tile_to_shape(
+      cute::GMMA::Layout_K_SW128_Atom<E>{},
+      cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kSlots>>{}));
+  // The same bytes with rows and columns exchanged: (cols, rows, slot).
+  template <int kRows, int kCols, int kSlots>
+  using Transposed = decltype(cute::composition(
+      Tile<kRows, kCols, kSlots>{},
+      cute::make_layout(
+          cute::Shape<cute::Int<kCols>, cute::Int<kRows>, cute::Int<kSlots>>{},
+          cute::make_stride(cute::Int<kRows>{}, cute::_1{}, cute::Int<kRows * kCols>{}))));
+
+  using LayoutQ = Tile<kTileM, kDimQk, kSlots>;                  // (tile_m, dim_qk, slot)
+  using LayoutQt = Transposed<kTileM, kDimQk, kSlots>;           // (dim_qk, tile_m, slot)
+  using LayoutDo = Tile<kTileM, kDimV, kSlots>;                  // (tile_m, dim_v, slot)
+  using LayoutDoT = Transposed<kTileM, kDimV, kSlots>;           // (dim_v, tile_m, slot)
+  using LayoutK = Tile<kTileN, kDimQk, 1>;                       // (tile_n, dim_qk, 1)
+  using LayoutKt = Transposed<kTileN, kPanel, kDimQk / kPanel>;  // (64, tile_n, panel)
+  using LayoutV = Tile<kTileN, kDimV, 1>;                        // (tile_n, dim_v, 1)
+  using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;       // (tile_n, tile_m, slot): dSᵀ as stored
+  using LayoutDs = Transposed<kTileN, kTileM, kDsSlots>;  // (tile_m, tile_n, slot)
+
+  template <int kM, int kN>
+  using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;
+  template <int kM, int kN, int kK>
+  using Shape = cute::Shape<cute::Int<kM>, cute::Int<kN>, cute::Int<kK>>;
+  template <int kCount>
+  using Warpgroups = cute::Layout<cute::Shape<cute::Int<kCount>, cute::_1, cute::_1>>;
+  static constexpr auto kMn = cute::GMMA::Major::MN;
+  static constexpr auto kK = cute::GMMA::Major::K;
+
+  template <class Extents, bool kFromRegisters>
+  static constexpr auto product() {
+    if constexpr (kFromRegisters)
+      return cute::GMMA::rs_op_selector<E, E, float, Extents, kK, kMn>();
+    else
+      return cute::GMMA::ss_op_selector<E, E, float, Extents, kK, kMn>();
+  }
+
+  using MmaS = decltype(cute::make_tiled_mma(  // Sᵀ = K · Qᵀ
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM, kDimQk>>(),
+      Warpgroups<kComputes>{}));
+  using MmaDp = decltype(cute::make_tiled_mma(  // dPᵀ = V · dOᵀ
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM, kDimV>>(),
+      Warpgroups<kComputes>{}));
+  using MmaDv = decltype(cute::make_tiled_mma(  // dV += Pᵀ · dO
+      cute::GMMA::rs_op_selector<E, E, float, Shape<kTileN, kDimV, kTileM>, kK, kMn>(),
+      Warpgroups<kComputes>{}));
+  using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
+      product<Shape<kTileN, kDimQk, kTileM>, kDkFromRegisters>(), Warpgroups<kComputes>{}));
+  using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
+      cute::GMMA::ss_op_selector<E, E, float, Shape<64, kPanel, kTileN>, kMn, kMn>(),
+      Warpgroups<1>{}));
+
+  using ScoreAcc = decltype(cute::partition_fragment_C(MmaS{}, Extent<kTileN, kTileM>{}));
+  using DvAcc = decltype(cute::partition_fragment_C(MmaDv{}, Extent<kTileN, kDimV>{}));
+  using DkAcc = decltype(cute::partition_fragment_C(MmaDk{}, Extent<kTileN, kDimQk>{}));
+  using DqAcc = decltype(cute::partition_fragment_C(MmaDq{}, Extent<64, kPanel>{}));
+  using Operand =
+      decltype(cute::make_tensor<E>(cute::partition_shape_A(MmaDv{}, Extent<kTileN, kTileM>{})));
+
+  static constexpr int kQBytes = kTileM * kDimQk * 2, kDoBytes = kTileM * kDimV * 2,
+                       kKBytes = kTileN * kDimQk * 2, kVBytes = kTileN * kDimV * 2,
+                       kStatBytes = kTileM * 4;
+};
+
+}  // namespace fa::sm90

@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How does one thread block run? One key tile of one key head: a warpgroup loads and makes dQ, two
+// more the rest, over all query blocks of all heads of the group.
+#pragma once
+
+#include "kernels_sm90/bwd/dq_writer.h"
+#include "kernels_sm90/bwd/epilogue.h"
+#include "kernels_sm90/bwd/producer.h"
+#include "kernels_sm90/bwd/step.h"
+#include "kernels_sm90/common/roles.h"
+
+namespace fa::sm90 {
+
+template <class Row>
+struct BwdParams {
+  TensorMap q, k, v, dout;
+  BwdArgs args;
+};
+
+template <class Row>
+FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
+  using T = BwdTypes<Row>;
+  if (threadIdx.x == 0) {
+    smem.q_slots.init(T::kComputeWarps);
+    smem.do_slots.init(T::kComputeWarps);
+    for (int i = 0; i < T::kDsSlots; ++i) {
+      mbarrier_init(&smem.ds_slots.full[i], T::kComputeWarps);
+      mbarrier_init(&smem.ds_slots.empty[i], T::kDsReaderWarps);
+    }
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    fence_async_shared();
+    bwd_tile<Row>(args, blockIdx.x, smem.tile);
+  }
+  __syncthreads();
+}
+
+// Blocks in ascending order for every head of the group: left edge, interior, right edge. The first
+// block of all is masked by first(); both edges run through one loop.
+template <class Step>
+FA_DEVICE void accumulate_tile(Step& step, const QueryRange& range, int group) {
+  int m = range.begin;
+  step.first(m);
+  ++m;
+#pragma unroll 1
+  for (int g = 0; g < group; ++g) {
+    int stop = range.full_begin;
+    while (true) {
+#pragma unroll 1
+      for (; m < stop; ++m) step.next(m, Masked{});
+      if (m >= range.end) break;
+#pragma unroll 1
+      for (; m < range.full_end; ++m) step.next(m, Unmasked{});
+      stop = range.end;
+    }
+    m = range.begin;
+  }
+  step.last();
+}
+
+template <class Row>
+__global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
+    fa_bwd(const __grid_constant__ BwdParams<Row> params) {
+  using T = BwdTypes<Row>;
+  // Aligned by the linker, so that every address in it is a constant.
+  extern __shared__ __align__(kBwdSmemAlign) unsigned char buffer[];
+  auto& smem = *reinterpret_cast<BwdSmem<Row>*>(buffer);
+  begin_block<Row>(params.args, smem);
+
+  const BwdTile& tile = smem.tile;
+  const int group = params.args.group;
+  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  if (warpgroup < kFirstCompute) {
+    shrink_registers<T::kDqRegisters>();
+    if (tile.has_work()) {
+      const BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
+      DqStep<Row> step(smem, params.args, loader, threadIdx.x);
+#pragma unroll 1
+      for (int g = 0; g < group; ++g)
+#pragma unroll 1
+        for (int m = tile.range.begin; m < tile.range.end; ++m)
+          step.next(tile.head_k * group + g, m);
+    }
+  } else {
+    grow_registers<T::kComputeRegisters>();
+    const int thread = threadIdx.x - kFirstCompute * kWarpgroupThreads;
+    const BwdEpilogue<Row> epilogue(params.args, tile, thread);
+    if (tile.has_work()) {
+      BwdStep<Row> step(smem, params.args, thread);
+      accumulate_tile(step, tile.range, group);
+      epilogue.store(step.dk(), step.dv());
+    } else {
+      epilogue.store_empty();
+    }
+  }
+}
+
+}  // namespace fa::sm90

@@ -1,0 +1,104 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// In which order are K, V, and all blocks of Q and dO brought? One lane; the same heads and blocks
+// as the consumers.
+#pragma once
+
+#include "kernels_sm90/bwd/smem.h"
+#include "kernels_sm90/common/tma.h"
+
+namespace fa::sm90 {
+
+// Guarantees zeros in rows beyond the tensor and in columns beyond the real head dim; every other
+// row of a box holds what memory holds, seen by the call or not. The statistics are padded.
+template <class Row>
+class BwdLoader {
+  using T = BwdTypes<Row>;
+  using E = typename T::E;
+
+ public:
+  FA_DEVICE BwdLoader(const TensorMap& q, const TensorMap& k, const TensorMap& v,
+                      const TensorMap& dout, const BwdArgs& args, BwdSmem<Row>& smem)
+      : q_map_(q), k_map_(k), v_map_(v), do_map_(dout), args_(args), smem_(smem) {}
+
+  // What the first products need comes first, then as many blocks as there are slots.
+  FA_DEVICE void begin() {
+    head_ = smem_.tile.head_k * args_.group;
+    end_ = head_ + args_.group;
+    m_ = smem_.tile.range.begin;
+    load_keys<T::kDimQk>(k_map_, smem_.k, &smem_.k_full);
+    load_q();
+    load_keys<T::kDimV>(v_map_, smem_.v, &smem_.v_full);
+    load_do();
+    advance();
+    for (int i = 1; i < T::kSlots; ++i) next();
+  }
+
+  // The next block, once all readers of its slots have released them.
+  FA_DEVICE void next() {
+    if (head_ == end_) return;
+    load_q();
+    load_do();
+    advance();
+  }
+
+ private:
+  FA_DEVICE void advance() {
+    at_.advance();
+    if (++m_ < smem_.tile.range.end) return;
+    m_ = smem_.tile.range.begin;
+    ++head_;
+  }
+
+  FA_DEVICE void load_q() const {
+    const int slot = at_.slot();
+    mbarrier_wait(&smem_.q_slots.empty[slot], at_.parity());
+    uint64_t* full = &smem_.q_slots.full[slot];
+    mbarrier_expect(full, T::kQBytes + T::kStatBytes);
+    load_rows<T::kDimQk>(q_map_, smem_.q + slot * T::kTileM * T::kDimQk, full);
+    load_stats(args_.work.lse_log2, smem_.lse_log2[slot], full);
+  }
+
+  FA_DEVICE void load_do() const {
+    const int slot = at_.slot();
+    mbarrier_wait(&smem_.do_slots.empty[slot], at_.parity());
+    uint64_t* full = &smem_.do_slots.full[slot];
+    mbarrier_expect(full, T::kDoBytes + T::kStatBytes);
+    load_rows<T::kDimV>(do_map_, smem_.dout + slot * T::kTileM * T::kDimV, full);
+    load_stats(args_.work.delta, smem_.delta[slot], full);
+  }
+
+  template <int kDim>
+  FA_DEVICE void load_keys(const TensorMap& map, E* to, uint64_t* full) const {
+    const KeyTileInfo& s = smem_.tile.seq;
+    mbarrier_expect(full, T::kTileN * kDim * 2);
+    CUTE_UNROLL
+    for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+      tma_load<L2Policy::kEvictFirst>(
+          map, to + panel * T::kPanel * T::kTileN, full,
+          BoxCoord{panel * T::kPanel, s.k_begin + s.n_first, smem_.tile.head_k, s.k_batch});
+  }
+  template <int kDim>
+  FA_DEVICE void load_rows(const TensorMap& map, E* to, uint64_t* full) const {
+    const KeyTileInfo& s = smem_.tile.seq;
+    CUTE_UNROLL
+    for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+      tma_load<L2Policy::kEvictLast>(
+          map, to + panel * T::kPanel * T::kTileM, full,
+          BoxCoord{panel * T::kPanel, s.q_begin + m_ * T::kTileM, head_, s.q_batch});
+  }
+  FA_DEVICE void load_stats(const float* from, float* to, uint64_t* full) const {
+    bulk_load(to, from + workspace_tile(args_, smem_.tile.seq, head_, m_) * T::kTileM,
+              T::kStatBytes, full);
+  }
+
+  const TensorMap& q_map_;
+  const TensorMap& k_map_;
+  const TensorMap& v_map_;
+  const TensorMap& do_map_;
+  const BwdArgs& args_;
+  BwdSmem<Row>& smem_;
+  SlotCursor<T::kSlots> at_{1};
+  int head_ = 0, end_ = 0, m_ = 0;  // of the next block
+};
+
+}  // namespace fa::sm90

@@ -1,0 +1,35 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What lies where in shared memory? The struct is the memory map.
+#pragma once
+
+#include "kernels_sm90/bwd/tile.h"
+
+namespace fa::sm90 {
+
+inline constexpr int kBwdSmemLimit = 232448;  // bytes a thread block may use
+inline constexpr int kBwdSmemAlign = 1024;    // of a tile with 128-byte swizzle
+
+template <class Row>
+struct BwdSmem {
+  using T = BwdTypes<Row>;
+  using E = typename T::E;
+
+  alignas(kBwdSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
+  alignas(kBwdSmemAlign) E v[cute::cosize_v<typename T::LayoutV>];
+  alignas(kBwdSmemAlign) E q[cute::cosize_v<typename T::LayoutQ>];
+  alignas(kBwdSmemAlign) E dout[cute::cosize_v<typename T::LayoutDo>];
+  alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
+  alignas(16) float lse_log2[T::kSlots][T::kTileM];  // arrive with Q
+  alignas(16) float delta[T::kSlots][T::kTileM];     // arrive with dO
+  SlotBarriers<T::kSlots> q_slots;                   // readers: compute warps
+  SlotBarriers<T::kSlots> do_slots;                  // readers: compute warps
+  SlotBarriers<T::kDsSlots> ds_slots;                // written by compute warps, read by dQ's
+  uint64_t k_full, v_full;
+  int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile
+  BwdTile tile;
+};
+
+template <class Row>
+inline constexpr int kBwdSmemBytes = static_cast<int>(sizeof(BwdSmem<Row>));
+
+}  // namespace fa::sm90

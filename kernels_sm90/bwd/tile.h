@@ -1,0 +1,60 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Which keys, heads and query blocks does this thread block have? One thread works it out, the
+// others read it in shared memory.
+#pragma once
+
+#include "kernels_common/device/seq_info.h"
+#include "kernels_sm90/bwd/config.h"
+
+namespace fa::sm90 {
+
+struct BwdTile {
+  KeyTileInfo seq;
+  Band band;
+  QueryRange range;
+  int head_k;
+  int keys_lo, keys_hi;  // keys that some row of the sequence sees
+  int rows_lo, rows_hi;  // rows that see some key of the sequence
+  int scrub_keys;        // the tile holds K rows outside of them, which TMA brings as they are
+  int rows_end;          // rows from here on are behind the tensor and arrive as zeros
+
+  // Otherwise nobody touches a slot.
+  FA_HOST_DEVICE bool has_work() const { return range.begin < range.end; }
+  // Block m holds rows of Q and dO that are not the problem's.
+  FA_HOST_DEVICE bool ragged(int m, int tile_m) const {
+    return m * tile_m < rows_lo || ((m + 1) * tile_m > rows_hi && rows_hi < rows_end);
+  }
+};
+
+// Rows that nobody sees may hold NaN, and 0 · NaN is NaN: K's must not reach dQ, Q's and dO's not
+// dK and dV.
+template <class Row>
+FA_DEVICE void find_hidden_rows(const SeqArgs& args, BwdTile& tile) {
+  const KeyTileInfo& s = tile.seq;
+  const Band& band = tile.band;
+  tile.keys_lo = max_of(0, band.first_key(0));
+  tile.keys_hi = min_of(s.k_len, min_of(band.last_key(s.q_len - 1), kUnlimited - 1) + 1);
+  tile.rows_lo = max_of(0, band.first_row(0));
+  tile.rows_hi = min_of(s.q_len, min_of(band.last_row(s.k_len - 1), kUnlimited - 1) + 1);
+  const int keys_end = (args.cu_k == nullptr ? args.seqlen_k : args.total_k) - s.k_begin;
+  tile.rows_end = (args.cu_q == nullptr ? args.seqlen_q : args.total_q) - s.q_begin;
+  tile.scrub_keys = s.n_first < tile.keys_lo ||
+                    (s.n_first + BwdTypes<Row>::kTileN > tile.keys_hi && tile.keys_hi < keys_end);
+}
+
+template <class Row>
+FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
+  using T = BwdTypes<Row>;
+  const TileCoord coord = key_tile_coord(args.order, index);
+  const int batch = coord.head / args.heads_k;  // packed: 0
+  tile.head_k = coord.head - batch * args.heads_k;
+  tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kTileN);
+  const KeyTileInfo& s = tile.seq;
+  tile.band = make_band(args.band, s.q_len, s.k_len);
+  tile.range = s.n_first >= s.k_len
+                   ? QueryRange{0, 0, 0, 0, 0, 0}
+                   : query_range(tile.band, s.n_first, T::kTileN, s.q_len, s.k_len, T::kTileM);
+  find_hidden_rows<Row>(args.seq, tile);
+}
+
+}  // namespace fa::sm90
