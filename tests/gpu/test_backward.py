@@ -273,3 +273,29 @@ def test_refused_calls_touch_no_gradient(backend: str) -> None:
             with pytest.raises(ValueError, match=text.split(":")[0]):
                 torch.ops.fa.backward_out(*good, **options)
     assert all((t == 3).all() for t in held.values())
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+DROPPED = [
+    Case(batch=2, heads_q=4, heads_k=2, q=130, k=200, dim=64, causal=True, dlse=True),
+    Case(q=(70, 0, 129), k=(90, 5, 257), heads_q=4, dim=128, window=(64, 10)),
+    Case(dtype="fp16", batch=2, heads_q=2, q=257, k=300, dim=128, sinks="fp32"),
+]
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("p", [0.1, 0.5])
+@pytest.mark.parametrize("case", DROPPED, ids=lambda case: case.id)
+def test_dropout(case: Case, p: float, backend: str) -> None:
+    """Both passes drop the same weights: those that docs/numerics.md says."""
+    inputs = case.make(DEVICE)
+    seed_offset = torch.tensor([2**40 + 11, 7], dtype=torch.int64, device=DEVICE)
+    inputs.options |= {"dropout_p": p, "philox_seed_offset": seed_offset}
+    out, lse = gradients.forward(inputs)
+    try:
+        result = gradients.call_guarded(inputs, backend, out, lse, deterministic=True)
+    except NotImplementedError as error:
+        assert "dropout" in str(error)
+        pytest.skip(f"{backend} has no backward row with dropout for {case.id}")
+    assert_result(result, expected(inputs, backward=True))
