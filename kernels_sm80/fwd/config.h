@@ -29,6 +29,9 @@ struct FwdTypes {
   // Whether warps pass over blocks that none of their rows sees. Gains were measured at D 64; at
   // D 128 the path leaves no register free.
   static constexpr bool kSkipUnseen = kDimV <= 64;
+  // Whether O is rescaled before the exponentials: +5 % (H200). At D 192, 168 registers are enough
+  // for three blocks only the other way round.
+  static constexpr bool kRescaleFirst = kDimV != 192;
 
   static_assert(kConfig.arch == 80 && kConfig.op == Op::kForward,
                 "this row is not an Ampere forward row");

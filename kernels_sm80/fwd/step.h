@@ -161,7 +161,7 @@ class FwdStep {
     auto view = acc_view(scores_);  // (rows, columns)
     const bool grown =
         softmax.template update_max<T::kLazyRescale>(view, scale_log2_, rescale_limit_);
-    rescale_output_if(grown);  // before the exponentials: +5 % (H200)
+    if constexpr (T::kRescaleFirst) rescale_output_if(grown);
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       softmax.sum[r] *= softmax.alpha[r];
@@ -172,6 +172,7 @@ class FwdStep {
         softmax.sum[r] += view(r, c);
       }
     }
+    if constexpr (!T::kRescaleFirst) rescale_output_if(grown);
   }
 
   // Most blocks raise no maximum (by much): one vote then saves a multiplication per output.
