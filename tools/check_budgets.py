@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Is the build within its budgets? Reads what compile_probe.py recorded and measures the library.
 
+Also prints how many blocks of an Ampere row a multiprocessor of 8.0, 8.6, 8.9 and 9.0 holds.
 Fails on: a row above 120 s, a stack frame, a spill, a C7508–C7519 note, a row without a record,
 a library above 40 MB, more than 10 MB of preprocessed text in a unit of the dev profile.
 """
@@ -40,6 +41,50 @@ def row_problems(record: dict) -> list[str]:
     return found
 
 
+# Per multiprocessor: bytes of shared memory (of which the system takes 1 KB a block), threads.
+MULTIPROCESSORS = {
+    "8.0": ("sm_80", 167936, 2048),
+    "8.6/8.9": ("sm_80", 102400, 1536),
+    "9.0": ("sm_90", 233472, 2048),
+}
+REGISTERS = 65536
+
+
+def blocks_per_multiprocessor(
+    registers: int, threads: int, smem: int, smem_of_all: int, threads_of_all: int
+) -> int:
+    """Thread blocks that fit; 0 where a block gets no more than 1 KB less than there is."""
+    per_warp = -(-registers // 8) * 8 * 32
+    by_registers = REGISTERS // per_warp // (threads // 32)
+    return min(by_registers, threads_of_all // threads, smem_of_all // (smem + 1024))
+
+
+def occupancy_line(record: dict, threads: int, smem: int) -> str:
+    """ "8.0: 2 x 4 warps; ..." of an Ampere row, by the registers of the code that GPU runs."""
+    registers: dict[str, int] = {}
+    for k in record["kernels"]:
+        registers[k["target"]] = max(k.get("registers", 0), registers.get(k["target"], 0))
+    words = []
+    for name, (target, smem_of_all, threads_of_all) in MULTIPROCESSORS.items():
+        if target in registers:
+            blocks = blocks_per_multiprocessor(
+                registers[target], threads, smem, smem_of_all, threads_of_all
+            )
+            words.append(f"{name}: {blocks} x {threads // 32} warps" if blocks else f"{name}: none")
+    return f"{record['unit']:40} {smem:>7} bytes of shared memory; {'; '.join(words)}"
+
+
+def occupancy(library: Path, records: list[dict]) -> None:
+    """Prints what one multiprocessor holds of each Ampere row."""
+    import libfa  # needs numpy, which nothing else here does
+
+    held = {row.id: row for row in libfa.Library(library).rows()}
+    for record in records:
+        row = held.get(record["unit"])
+        if row is not None and row.arch == 80:
+            print(occupancy_line(record, row.threads, row.smem_bytes))
+
+
 def table_line(record: dict) -> str:
     per_target = " ".join(
         f"{k['target'].removeprefix('sm_')}:{k.get('registers', '?')}r/{k.get('stack', '?')}B"
@@ -67,22 +112,23 @@ def preprocessed_bytes(build: Path, unit: str) -> int:
 
 
 def check(build: Path) -> list[str]:
-    """Prints the table; returns the broken limits as sentences."""
+    """Prints the tables; returns the broken limits as sentences."""
     rows = json.loads((build / "generated" / "rows.json").read_text())
     found, records = [], []
-    for row in rows:
-        path = build / "probe" / f"{row['id']}.json"
+    for unit in [row["id"] for row in rows] + ["combine"] * bool(rows):
+        path = build / "probe" / f"{unit}.json"
         if path.exists():
             records.append(json.loads(path.read_text()))
         else:
-            found.append(f"{row['id']}: no record in {path.parent}; build the row first.")
+            found.append(f"{unit}: no record in {path.parent}; build it first.")
     print(f"{'row':40} {'seconds':>7} {'MB peak':>7} {'kB obj':>7}  registers/stack by target")
     for record in sorted(records, key=lambda r: -(r["seconds"] or 0)):
         print(table_line(record))
         found += row_problems(record)
+    library = build / "lib" / "libfa.so"
+    occupancy(library, records)
     known = [r["seconds"] for r in records if r["seconds"] is not None]
     print(f"{len(records)} rows, {sum(known):.0f} core-seconds in {len(known)} compiled afresh")
-    library = build / "lib" / "libfa.so"
     megabytes = library.stat().st_size / 1e6
     print(f"libfa.so {megabytes:.2f} MB (limit {LIBRARY_MB})")
     if megabytes > LIBRARY_MB:

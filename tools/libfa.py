@@ -70,6 +70,8 @@ class Row:
     tile_n: int
     registers: int
     local_bytes: int
+    threads: int
+    smem_bytes: int  # dynamic
 
     @property
     def backend(self) -> str:
@@ -158,6 +160,8 @@ class Library:
                     d.tile_n,
                     d.registers,
                     d.local_bytes,
+                    d.threads,
+                    d.smem_bytes,
                 )
             )
         return rows

@@ -314,6 +314,26 @@ def test_budgets_name_each_broken_limit():
     assert check_budgets.row_problems(record_of(note=NOTE.replace("C7510", "C7520"))) == []
 
 
+def test_occupancy_by_registers_threads_and_shared_memory():
+    fits = check_budgets.blocks_per_multiprocessor
+    assert fits(255, 128, 98816, 233472, 2048) == 2  # both limits
+    assert fits(255, 128, 98816, 167936, 2048) == 1  # shared memory
+    assert fits(168, 128, 49664, 167936, 2048) == 3
+    assert fits(169, 128, 1024, 167936, 2048) == 2  # registers, in eights
+    assert fits(32, 1024, 1024, 167936, 1536) == 1  # threads
+    assert fits(32, 128, 167936, 167936, 2048) == 0
+    record = {
+        "unit": "row",
+        "kernels": [
+            {"target": "sm_80", "registers": 40},
+            {"target": "sm_80", "registers": 230},
+            {"target": "sm_90", "registers": 168},
+        ],
+    }
+    line = check_budgets.occupancy_line(record, 128, 74368)
+    assert "8.0: 2 x 4 warps; 8.6/8.9: 1 x 4 warps; 9.0: 3 x 4 warps" in line
+
+
 SASS = """
 Fatbin elf code:
 ================
