@@ -429,10 +429,12 @@ def _large() -> list[Case]:
 def sweep(seed: int, count: int, max_length: int = 300) -> list[Case]:
     """`count` drawn problems over all options; the same for the same seed."""
     rng = random.Random(seed)
-    return [_draw(rng, f"sweep{seed}_{n}", max_length) for n in range(count)]
+    return [draw_case(rng, f"sweep{seed}_{n}", max_length) for n in range(count)]
 
 
-def _draw(rng: random.Random, tag: str, max_length: int) -> Case:
+def draw_case(rng: random.Random, tag: str, max_length: int) -> Case:
+    """The case that a source of numbers chooses."""
+
     def length() -> int:
         edge = rng.choice(LENGTHS)
         return edge if edge <= max_length and rng.random() < 0.5 else rng.randint(0, max_length)

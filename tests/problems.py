@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What does a whole problem look like, over every option at once?
-"""Problem: a Case with pages, dropout or e4m3 on top; the same for the same seed and number."""
+"""Problem: a Case with pages, dropout or e4m3 on top; from whatever source of numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cases import Case, Inputs, sweep
+from cases import Case, Inputs, draw_case
 from paging import to_pages
 
 FP8 = torch.float8_e4m3fn
+MAX_LENGTH = 100
+MOST = 8_000_000  # multiplications of one problem
 
 
 @dataclass(frozen=True)
@@ -103,14 +105,18 @@ def _heads_first(pool: Tensor) -> Tensor:
     return pool.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def draw(seed: int, number: int, max_length: int = 100, most: int = 8_000_000) -> Problem:
+def draw(seed: int, number: int) -> Problem:
     """Problem `number` of a seed."""
     rng = random.Random(f"{seed}:{number}")
     while True:
-        (case,) = sweep(rng.randrange(2**31), 1, max_length)
-        if case.cost <= most:
-            break
-    case = replace(case, backward=True, tag=f"problem{seed}_{number}")
+        problem = build(rng, f"problem{seed}_{number}")
+        if problem.case.cost <= MOST:
+            return problem
+
+
+def build(rng: Any, tag: str) -> Problem:
+    """The problem that a source of numbers (as random.Random) chooses; it may cost above MOST."""
+    case = replace(draw_case(rng, tag, MAX_LENGTH), backward=True)
     fp8 = rng.choice(("", "", "", "all", "cache"))
     if not fp8 and rng.random() < 0.3:
         case = replace(case, dtype=rng.choice(("fp32", "fp64")), out_fp32=False)
