@@ -52,9 +52,9 @@ DEFAULT_LOADER = {"80": "cpasync", "90": "tma"}  # not spelled in an id
 KNOBS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
         "turns": {k: f"Turns::k{k.title()}" for k in ("none", "gemm", "softmax")},
-        "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted")},
+        "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted", "checked")},
         "q_slots": {"1": "1", "2": "2"},
-        "o_buf": {"0": "0", "1": "1"},
+        "o_buf": {"0": "0", "1": "1", "2": "2"},
         "dropout": {"0": "0", "1": "1"},
     },
     "bwd": {

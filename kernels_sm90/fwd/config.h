@@ -42,8 +42,8 @@ struct FwdTypes {
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kStages = kConfig.stages, kQSlots = kConfig.q_slots;
-  static constexpr bool kOwnOutput =
-      kConfig.o_buf == 1;  // false: O overwrites the Q rows of its own tile
+  static constexpr bool kOwnOutput = kConfig.o_buf == 1;
+  static constexpr bool kOutputOverQ = kConfig.o_buf == 0;  // O overwrites the Q rows of its tile
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kConsumers = kThreads / kWarpgroupThreads - 1;
   static constexpr int kConsumerWarps = 4 * kConsumers;
@@ -60,6 +60,9 @@ struct FwdTypes {
   // besides costs time or a stack frame.
   static constexpr bool kWideOutput = kDimV > 128;
   static constexpr bool kTight = kWideOutput || kConsumers == 3;
+  // The last P·V of a tile runs beside the first Q·Kᵀ of the next. Needs Q's buffer free, and
+  // registers.
+  static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
@@ -74,8 +77,10 @@ struct FwdTypes {
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.step == (kFp8 ? StepKind::kSerial : StepKind::kOverlap),
                 "16-bit rows overlap the products of two key blocks, e4m3 rows do not");
-  static_assert(kConfig.rescale == Rescale::kAlways);
-  static_assert(kOwnOutput || (kDimV <= kDimQk && !kFp8),
+  static_assert(kConfig.rescale == Rescale::kAlways ||
+                    (kConfig.rescale == Rescale::kChecked && !kFp8),
+                "rescale is always or, in 16-bit rows, checked");
+  static_assert(!kOutputOverQ || (kDimV <= kDimQk && !kFp8),
                 "O can reuse Q's buffer only if it is no wider");
 
   using E = Element<kConfig.dtype>;

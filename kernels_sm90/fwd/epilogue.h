@@ -40,12 +40,20 @@ class FwdEpilogue {
     }
     if (tile.seq.m_first + T::kTileM > tile.seq.q_len) clear_rows(view, softmax, tile.seq);
     store_lse(softmax, tile);
-    // A box clips only at the end of the tensor: packed sequences end before it.
-    const bool fits = args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
-    if (fits && args_.out_fp32 == 0)
-      store_box(o, tile, rows + thread_.warp() * 16 * T::kOutPanel);
-    else
-      store_rows(view, tile);
+    if constexpr (!T::kOwnOutput && !T::kOutputOverQ) {
+      if (args_.out_fp32 == 0)
+        store_sectors(o, tile);
+      else
+        store_rows(view, tile);
+    } else {
+      // A box clips only at the end of the tensor: packed sequences end before it.
+      const bool fits =
+          args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
+      if (fits && args_.out_fp32 == 0)
+        store_box(o, tile, rows + thread_.warp() * 16 * T::kOutPanel);
+      else
+        store_rows(view, tile);
+    }
   }
 
   // Shared memory must outlive the last store's reads.
@@ -123,6 +131,26 @@ class FwdEpilogue {
                     BoxCoord{panel * T::kOutPanel, tile.seq.q_begin + q_row, tile.head_q,
                              tile.seq.q_batch});
       tma_store_commit();
+    }
+  }
+
+  // From registers: two lanes exchange words, so that the four lanes of a row write 32 bytes that
+  // lie together.
+  FA_DEVICE void store_sectors(const Output& o, const FwdTile& tile) const {
+    const bool odd = lane() % 2 != 0;
+    char* out = out_rows(args_, tile.seq, tile.head_q);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row = tile.seq.m_first + first_row() + 8 * r;
+      char* at = out + 2 * (row * args_.out.stride_row + 8 * odd + 2 * (lane() % 4 & 2));
+      CUTE_UNROLL
+      for (int j = 0; j < T::kDimV / 8; j += 2) {  // groups of 8 columns
+        const float* f = o.data() + 4 * j + 2 * r;
+        const uint32_t low = pack(f[0], f[1]), high = pack(f[4], f[5]);
+        const uint32_t got = __shfl_xor_sync(0xffffffffu, odd ? low : high, 1);
+        if (row < tile.seq.q_slot && 8 * (j + odd) < args_.dim_v)
+          *reinterpret_cast<uint2*>(at + 16 * j) = odd ? uint2{got, high} : uint2{low, got};
+      }
     }
   }
 

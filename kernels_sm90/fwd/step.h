@@ -3,6 +3,7 @@
 // S(n) hides behind it.
 #pragma once
 
+#include "kernels_sm90/common/checked_softmax.h"
 #include "kernels_sm90/fwd/epilogue.h"
 
 namespace fa::sm90 {
@@ -16,12 +17,13 @@ class FwdStep {
   using E = typename T::E;
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
+  static constexpr bool kChecked = T::kConfig.rescale == Rescale::kChecked;
   // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
   // thread.
-  static constexpr bool kRescaleLate = T::kWideOutput;
+  static constexpr bool kRescaleLate = T::kWideOutput && !kChecked;
 
  public:
-  static constexpr bool kCarry = T::kOwnOutput;
+  static constexpr bool kCarry = T::kCarry;
 
   FA_DEVICE FwdStep(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
       : smem_(smem),
@@ -60,16 +62,20 @@ class FwdStep {
     release(smem_.k_slots, k_at_);
     transform_scores(n, score);
     if constexpr (Edge::kMasked) mask_scores(n);
-    update();
+    if constexpr (!kChecked) update();
     wait_products<0>();  // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    if constexpr (!kRescaleLate) rescale_output();
-    pack_probabilities();
+    if constexpr (kChecked) {
+      update_checked();
+    } else {
+      if constexpr (!kRescaleLate) rescale_output();
+      pack_probabilities();
+    }
   }
 
   FA_DEVICE void last() {
-    if constexpr (T::kOwnOutput) release(smem_.q_slots, q_at_);
+    if constexpr (!T::kOutputOverQ) release(smem_.q_slots, q_at_);
     if constexpr (T::Mask::kNeeded)
       if (tile().scrub_last) scrub(tile().range.begin);
     if constexpr (kCarry) {
@@ -170,7 +176,7 @@ class FwdStep {
   FA_DEVICE void store_pending(OnlineSoftmax<2>& softmax) {
     const int slot = kCarry ? pending_slot_ : tile_slot_;
     epilogue_.store(o_, softmax, smem_.tiles[slot], smem_.output_rows(q_at_.slot(), 0));
-    if constexpr (!T::kOwnOutput) {
+    if constexpr (T::kOutputOverQ) {
       epilogue_.drain();
       __syncwarp();
       release(smem_.q_slots, q_at_);
@@ -259,6 +265,26 @@ class FwdStep {
   FA_DEVICE void update() {
     auto view = acc_view(s_);
     softmax_.update(view, scale_log2_);
+  }
+
+  // Scores to packed probabilities, with nothing in flight. Results in fp32 show the rounding of
+  // the largest probability, which 16-bit results hide: they get the maximum of every block.
+  FA_DEVICE void update_checked() {
+    auto packed = cute::recast<uint32_t>(p_);
+    constexpr DType kType = T::kConfig.dtype;
+    float sums[2];
+    CheckedSoftmax::attempt<kType>(softmax_, s_, packed, scale_log2_, sums);
+    const float limit = args_.rescale_limit > 0.f ? CheckedSoftmax::kLimit : -1.f;
+    const bool bad[2] = {!(sums[0] < limit), !(sums[1] < limit)};
+    if (__any_sync(0xffffffffu, bad[0] || bad[1])) {
+      const int quad = thread_.index() % 32 / 4 * 4;  // the four lanes of a row
+      const bool adopt[2] = {(__ballot_sync(0xffffffffu, bad[0]) >> quad & 15) != 0,
+                             (__ballot_sync(0xffffffffu, bad[1]) >> quad & 15) != 0};
+      CheckedSoftmax::settle<kType>(softmax_, s_, packed, scale_log2_, adopt, sums);
+      rescale_output();
+    }
+    softmax_.sum[0] += sums[0];
+    softmax_.sum[1] += sums[1];
   }
 
   FA_DEVICE void rescale_output() {
