@@ -82,15 +82,16 @@ struct TransposedBandMask {
     return BandMask::Columns{begin, end};
   }
 
-  // `view` (keys, query rows): scores; `key`, `row`: sequence position of the view's (0, 0).
+  // `view` (keys, query rows): scores, or what else becomes `hidden` where nothing may be seen;
+  // `key`, `row`: sequence position of the view's (0, 0).
   template <int kSlabRows, class View>
-  FA_DEVICE void apply(View& view, int key, int row) const {
+  FA_DEVICE void apply(View& view, int key, int row, float hidden = -INFINITY) const {
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(view); ++r) {
       const BandMask::Columns seen = columns(key + acc_row(r, kSlabRows), row);
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c)
-        if (acc_col(c) < seen.begin || acc_col(c) >= seen.end) view(r, c) = -INFINITY;
+        if (acc_col(c) < seen.begin || acc_col(c) >= seen.end) view(r, c) = hidden;
     }
   }
 };

@@ -20,6 +20,12 @@ bool fits_tensor_map(const TensorArg& t, int element_bytes) {
   return largest < kTensorMapStrideLimit / element_bytes;
 }
 
+// The products of a backward read their operands from shared memory, the less often the larger the
+// tile.
+float traffic(const KernelConfig& row) {
+  return 1 + 32.0f / static_cast<float>(row.tile_m) + 32.0f / static_cast<float>(row.tile_n);
+}
+
 // Ampere rows hide latencies behind the other warps of a multiprocessor: four alone leave a third
 // of its time unused, and blocks of eight wait for each other (64 rows against 128 at D 256 on an
 // H200, where two of the smaller blocks fit: +7 to 13 %).
@@ -100,7 +106,8 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float architecture = row.arch == 90 ? 1.0f : 4.0f;
   const float mask = row.mask == MaskKind::kNone ? 0.95f : 1.0f;
   const float score = row.score == ScoreKind::kScale ? 0.95f : 1.0f;
-  const float per_score = architecture * mask * score * residency(entry, device) *
+  const float tile_shape = row.op == Op::kBackward ? traffic(row) : residency(entry, device);
+  const float per_score = architecture * mask * score * tile_shape *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score;
   // Time of one tile: the keys an average row tile sees, plus prologue and epilogue, which cost
