@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How do fa::_forward and fa::forward_out reach libfa.so for CUDA tensors, in a few microseconds?
+// How do the forward and the backward reach libfa.so for CUDA tensors, in a few microseconds?
 //
 // Reads the arguments from the stack of a boxed kernel, fills fa_params, allocates the results and
-// calls fa_forward. Whatever looks wrong is only noticed here; the sentence about it comes from
-// fa::_refusal, which is Python (python/fa/_validate.py), so that every message exists once.
+// calls fa_forward or fa_backward. Whatever looks wrong is only noticed here; the sentence about it
+// comes from fa::_refusal, which is Python (python/fa/_validate.py), so that every message exists
+// once. A backward that looks wrong, or unusual, is left to python/fa/_cuda.py.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -95,14 +97,16 @@ int backend() { return thread_backend == kUnset ? default_backend : thread_backe
 
 // On the current stream of q's device. The workspace is torch's, and lives as long as the stream
 // needs it: torch's allocator orders reuse by stream.
-void launch(const Call& c) {
+using Entry = fa_status (*)(const fa_params*, void*, size_t, size_t*, void*);
+
+void launch(const Call& c, Entry entry) {
   if (aoti_torch_get_current_cuda_stream == nullptr)
     throw std::runtime_error("fa: this build of torch has no CUDA, so no stream to launch on.");
   const DeviceGuard guard(c.q.device_index);
   void* stream = nullptr;
   FA_TORCH(aoti_torch_get_current_cuda_stream, c.q.device_index, &stream);
   size_t needed = 0;
-  fa_status status = fa_forward(&c.params, nullptr, 0, &needed, stream);
+  fa_status status = entry(&c.params, nullptr, 0, &needed, stream);
   if (status == FA_ERROR_WORKSPACE) {
     const int64_t bytes = static_cast<int64_t>(needed), one = 1;
     Results workspace;
@@ -110,26 +114,26 @@ void launch(const Call& c) {
              c.q.device_index, &workspace.out);
     void* data = nullptr;
     FA_TORCH(aoti_torch_get_data_ptr, workspace.out, &data);
-    status = fa_forward(&c.params, data, needed, &needed, stream);
+    status = entry(&c.params, data, needed, &needed, stream);
   }
   if (status != FA_OK) throw_status(status);
 }
 
 // Everything but the launch, on CPU tensors, planned for an H200: how tests reach this file without
 // a GPU. fa_torch_last_params gives what would have been passed on.
-void dry_launch(const Call& c) {
+void dry_launch(const Call& c, fa_op op) {
   fa_params params = c.params;
   last_params = params;
   params.options.sm_count = 132;
   params.options.smem_limit = 232448;
   size_t bytes = 0;
-  const fa_status status = fa_workspace_size(FA_FORWARD, &params, &bytes);
+  const fa_status status = fa_workspace_size(op, &params, &bytes);
   if (status != FA_OK) throw_status(status);
 }
 
 // Why Python refuses a call: empty, or V (ValueError) or N (NotImplementedError) and the sentence.
 std::string refusal(const Stack& s) {
-  StableIValue stack[kArgumentCount] = {};
+  StableIValue stack[kForwardOutCount] = {};
   s.copy_to(stack);
   for (int i = kForwardCount; i < s.count(); ++i)  // Tensor there, Tensor? here
     stack[i] = reinterpret_cast<StableIValue>(new StableIValue(stack[i]));
@@ -203,7 +207,7 @@ void forward(StableIValue* values, uint64_t, uint64_t) {
       check_padding(c);
       allocate(s, c, results);
       set_results(c, Tensor(results.out), Tensor(results.lse));
-      kDry ? dry_launch(c) : launch(c);
+      kDry ? dry_launch(c, FA_FORWARD) : launch(c, fa_forward);
     } catch (const Refused& refused) {
       refuse(s, refused);
     }
@@ -226,7 +230,7 @@ void forward_dense(StableIValue* values, uint64_t arguments, uint64_t results) {
 
 template <bool kDry>
 void forward_out(StableIValue* values, uint64_t, uint64_t) {
-  Stack s(values, kArgumentCount);
+  Stack s(values, kForwardOutCount);
   if (run_in_torch(s, values, "fa::_forward_out_torch")) return;
   try {
     Call c;
@@ -235,9 +239,90 @@ void forward_out(StableIValue* values, uint64_t, uint64_t) {
     const Tensor out(s.tensor(kOut)), lse(s.tensor(kLse));
     check_buffers(s, c, out, lse);
     set_results(c, out, lse);
-    kDry ? dry_launch(c) : launch(c);
+    kDry ? dry_launch(c, FA_FORWARD) : launch(c, fa_forward);
   } catch (const Refused& refused) {
     refuse(s, refused);
+  }
+}
+
+struct Gradients {
+  AtenTensorHandle all[4] = {};  // dq, dk, dv, dsinks
+  ~Gradients() {
+    for (AtenTensorHandle handle : all)
+      if (handle != nullptr) aoti_torch_delete_tensor_object(handle);
+  }
+};
+
+// As kernels read it: rows of contiguous elements, all of them at multiples of 16 bytes.
+bool readable(const Tensor& t) {
+  const int64_t unit = t.dtype == torch_constants().fp32 ? 4 : 8;
+  for (int d = 0; d + 1 < t.dim; ++d)
+    if (t.sizes[d] > 1 && t.strides[d] % unit != 0) return false;
+  return t.stride(-1) == 1 && reinterpret_cast<uintptr_t>(t.data) % 16 == 0;
+}
+
+bool same_shape(const Tensor& t, int64_t dim, const int64_t* shape) {
+  return t.dim == dim && std::equal(shape, shape + dim, t.sizes);
+}
+
+void read_backward(const Stack& s, Call& c) {
+  const Dtypes& d = torch_constants();
+  const Tensor out(s.tensor(kOut)), lse(s.tensor(kLse)), dout(s.tensor(kDout));
+  check(c.q.dtype != d.e4m3 && c.q.size(-1) % 8 == 0 && c.v.size(-1) % 8 == 0, "q");
+  check(!s.has(kKvBatchIdx), "kv_batch_idx");
+  int64_t shape[4];
+  out_shape(c, shape);
+  for (const Tensor* t : {&out, &dout})
+    check(t->with(c.q) && can_store(c, t->dtype) && same_shape(*t, c.q.dim, shape), "out or dout");
+  check(readable(dout), "dout");
+  const int dim = lse_shape(c, shape);
+  check(lse.with(c.q) && lse.dtype == d.fp32 && same_shape(lse, dim, shape), "lse");
+  check(lse.size(-1) <= 1 || lse.stride(-1) == 1, "lse");
+  set_results(c, out, lse);
+  c.params.grad.dout = as_fa(dout);
+  if (!s.has(kDlse)) return;
+  const Tensor dlse(s.tensor(kDlse));
+  check(dlse.with(c.q) && dlse.dtype == d.fp32 && same_shape(dlse, dim, shape) &&
+            std::equal(lse.strides, lse.strides + dim, dlse.strides),
+        "dlse");
+  c.params.grad.dlse = static_cast<const float*>(dlse.data);
+}
+
+void allocate(const Stack& s, Call& c, Gradients& results) {
+  const int32_t fp32 = torch_constants().fp32;
+  const int32_t dtype = s.scalar_type(kGradDtype, c.q.dtype);
+  check(can_store(c, dtype), "grad_dtype");
+  const Tensor* like[] = {&c.q, &c.k, &c.v};
+  fa_tensor* to[] = {&c.params.grad.dq, &c.params.grad.dk, &c.params.grad.dv};
+  for (int i = 0; i < 3; ++i) {
+    results.all[i] = empty_like_order(*like[i], like[i]->sizes, dtype);
+    *to[i] = as_fa(Tensor(results.all[i]));
+  }
+  const int64_t heads = s.has(kSinks) ? c.q.size(-2) : 0, one = 1;
+  FA_TORCH(aoti_torch_empty_strided, 1, &heads, &one, s.has(kSinks) ? fp32 : c.q.dtype,
+           c.q.device_type, c.q.device_index, &results.all[3]);
+  if (s.has(kSinks)) c.params.grad.dsinks = static_cast<float*>(Tensor(results.all[3]).data);
+}
+
+// What this does not take is left to Python: wrong calls, and those that need a copy first.
+template <bool kDry>
+void backward(StableIValue* values, uint64_t, uint64_t) {
+  Gradients results;
+  {
+    Stack s(values, kArgumentCount);
+    try {
+      Call c;
+      read_call(s, c, kDry);
+      read_backward(s, c);
+      allocate(s, c, results);
+      kDry ? dry_launch(c, FA_BACKWARD) : launch(c, fa_backward);
+    } catch (const Refused& refused) {
+      throw std::runtime_error(std::string("fa: left to Python: ") + refused.check);
+    }
+  }
+  for (int i = 0; i < 4; ++i) {
+    values[i] = reinterpret_cast<StableIValue>(results.all[i]);
+    results.all[i] = nullptr;
   }
 }
 
@@ -248,7 +333,7 @@ extern "C" {
 
 FA_API int fa_torch_abi_version() { return FA_ABI_VERSION; }
 
-// "T q,T k,...": the arguments of fa::forward_out as this file reads them.
+// "T q,T k,...": the arguments of fa::_backward_kernel as this file reads them.
 FA_API const char* fa_torch_arguments() {
   static const std::string text = [] {
     std::string all;
@@ -276,6 +361,9 @@ FA_API int fa_torch_register(const char* ns, int dry) {
                                dry ? forward_dense<true> : forward_dense<false>, kTorchVersion);
   if (error == 0)
     error = torch_library_impl(library, "forward_out", dry ? forward_out<true> : forward_out<false>,
+                               kTorchVersion);
+  if (error == 0)
+    error = torch_library_impl(library, "_backward_kernel", dry ? backward<true> : backward<false>,
                                kTorchVersion);
   return error;  // the library object lives as long as the process: its end would unregister
 }

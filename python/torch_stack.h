@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What stands on the stack of a boxed kernel of fa::_forward and fa::forward_out?
+// What stands on the stack of a boxed kernel of fa::_forward, fa::forward_out,
+// fa::_backward_kernel?
 #pragma once
 
 #include <cstring>
@@ -26,15 +27,17 @@ constexpr Argument kArguments[] = {
     {'i', "window_left"}, {'i', "window_right"}, {'i', "attention_chunk"}, {'f', "softcap"},
     {'f', "dropout_p"}, {'o', "philox_seed_offset"}, {'i', "num_splits"}, {'b', "batch_invariant"},
     {'B', "deterministic"}, {'S', "out_dtype"}, {'T', "out"}, {'T', "lse"},
+    {'T', "dout"}, {'o', "dlse"}, {'S', "grad_dtype"},
 };
 enum Index {
     kQ, kK, kV, kCuQ, kCuK, kUsedQ, kUsedK, kLeftpadK, kKvBatchIdx, kMaxQ, kMaxK, kPageTable,
     kQDescale, kKDescale, kVDescale, kDescaleBlockQ, kDescaleBlockK, kAlibi, kSinks, kScale,
     kCausal, kLeft, kRight, kChunk, kSoftcap, kDropout, kPhilox, kSplits, kInvariant,
-    kDeterministic, kOutDtype, kOut, kLse, kArgumentCount,
+    kDeterministic, kOutDtype, kOut, kLse, kDout, kDlse, kGradDtype, kArgumentCount,
 };
 // clang-format on
-constexpr int kForwardCount = kOut;  // fa::_forward; fa::forward_out has all of them
+constexpr int kForwardCount = kOut;      // fa::_forward
+constexpr int kForwardOutCount = kDout;  // fa::forward_out; fa::_backward_kernel has all of them
 static_assert(sizeof(kArguments) / sizeof(kArguments[0]) == kArgumentCount, "one name per index");
 
 inline void require(AOTITorchError error, const char* call) {

@@ -2,8 +2,8 @@
 # How do the operators reach libfa.so for CUDA tensors, where libfa_torch.so is not used?
 """The ctypes implementation: checks in Python, fa_params as bytes, one C call.
 
-The forward has a faster twin in libfa_torch.so (_shim.py); both fill the same struct. The backward
-comes here in any case.
+Both passes have faster twins in libfa_torch.so (_shim.py), which fill the same struct; that of the
+backward leaves here what is wrong or unusual.
 """
 
 from __future__ import annotations
@@ -67,6 +67,33 @@ def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`fa::backward` for CUDA tensors."""
+    if options.get("deterministic") is None:
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
+    if kernel is not None:
+        try:
+            dq, dk, dv, dsinks = kernel(q, k, v, **options, out=out, lse=lse, dout=dout)
+        except RuntimeError as error:
+            if not str(error).startswith(("fa: left to Python", "fa: not supported")):
+                raise
+        else:
+            return dq, dk, dv, _in_dtype_of(options.get("sinks"), dsinks)
+    return _backward_checked(dout, q, k, v, out, lse, options)
+
+
+# fa::_backward_kernel of libfa_torch.so, if that is in use: ops.py sets it.
+kernel: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]] | None = None
+
+
+def _backward_checked(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Every check, with its sentence, and the calls that need a copy of something."""
     _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
     check_padding(q, v)
     index = options.pop("kv_batch_idx", None)
@@ -158,9 +185,12 @@ def _backward(
             f'fa::backward: {error} Under fa.backend("cpu") forward and backward run in torch '
             "operations on the GPU."
         ) from None
-    if dsinks is None or sinks is None:
-        return q.new_empty(0)
-    return dsinks if sinks.dtype == dsinks.dtype else dsinks.to(sinks.dtype)
+    return q.new_empty(0) if dsinks is None else _in_dtype_of(sinks, dsinks)
+
+
+def _in_dtype_of(sinks: Tensor | None, dsinks: Tensor) -> Tensor:
+    """dsinks is summed in fp32."""
+    return dsinks if sinks is None or sinks.dtype == dsinks.dtype else dsinks.to(sinks.dtype)
 
 
 def _with_rows(dout: Tensor) -> Tensor:

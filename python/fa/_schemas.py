@@ -47,6 +47,11 @@ SCHEMAS: dict[str, str] = {
         f"({_BACKWARD}, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv, bool accumulate=False) "
         "-> Tensor dsinks"
     ),
+    # fa::backward in the order in which libfa_torch.so reads it; nobody else implements it.
+    "_backward_kernel": (
+        f"({_FORWARD}, Tensor out, Tensor lse, Tensor dout, Tensor? dlse=None, "
+        "ScalarType? grad_dtype=None) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks)"
+    ),
     "combine": (
         "(Tensor out_partial, Tensor lse_partial, *, ScalarType? out_dtype=None) "
         "-> (Tensor out, Tensor lse)"

@@ -19,8 +19,6 @@ from fa._schemas import SCHEMAS
 
 _KINDS = {
     "Tensor": "T",
-    "Tensor(a!)": "T",
-    "Tensor(b!)": "T",
     "Tensor?": "o",
     "int": "i",
     "SymInt": "i",
@@ -38,8 +36,11 @@ class Unusable(ImportError):
 
 
 def arguments() -> str:
-    """The arguments of fa::forward_out, as libfa_torch.so must state them: "T q,T k,..."."""
-    inside = SCHEMAS["forward_out"].split("->")[0].strip()[1:-1]
+    """Those of fa::_backward_kernel, as libfa_torch.so must state them: "T q,T k,...".
+
+    Those of fa::_forward and fa::forward_out are their beginning.
+    """
+    inside = SCHEMAS["_backward_kernel"].split("->")[0].strip()[1:-1]
     items = [item.strip() for item in inside.split(",") if item.strip() != "*"]
     return ",".join(f"{_KINDS[t]} {n}" for t, n in (_split(item) for item in items))
 

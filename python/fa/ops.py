@@ -242,6 +242,12 @@ def _backward_fake(
     )
 
 
+def _backward_kernel_fake(
+    q: Tensor, k: Tensor, v: Tensor, *, out: Tensor, lse: Tensor, dout: Tensor, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _backward_fake(dout, q, k, v, out, lse, **options)
+
+
 def _backward_out_fake(
     dout: Tensor, q: Tensor, *args: Tensor, sinks: Tensor | None = None, **options: Any
 ) -> Tensor:
@@ -409,9 +415,12 @@ def _register() -> None:
         ("_combine", _combine_fake),
         ("backward", _backward_fake),
         ("backward_out", _backward_out_fake),
+        ("_backward_kernel", _backward_kernel_fake),
     ):
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
-    if not _shim.register(NAMESPACE):
+    if _shim.register(NAMESPACE):
+        _cuda.kernel = torch.ops.fa._backward_kernel.default._op
+    else:
         impl("_forward", _forward_cuda, "CUDA")
         impl("forward_out", _forward_out_cuda, "CUDA")
         impl("_forward_dense", _forward_dense, "CUDA")

@@ -99,6 +99,14 @@ inline constexpr std::array kBackwardRows = {
 inline constexpr std::array<const KernelEntry*, 4> kBackwardTable = {
     &kBackwardRows[0], &kBackwardRows[1], &kBackwardRows[2], &kBackwardRows[3]};
 
+// Rows of both directions, for a libfa that is built for tests of Python.
+inline constexpr auto kStandIn = [] {
+  std::array<const KernelEntry*, kTable.size() + kBackwardTable.size() - 1> all{};
+  for (size_t i = 0; i < kTable.size(); ++i) all[i] = kTable[i];
+  for (size_t i = 1; i < kBackwardTable.size(); ++i) all[kTable.size() + i - 1] = kBackwardTable[i];
+  return all;
+}();
+
 // A dense call with contiguous tensors at addresses that nothing reads.
 struct Call {
   fa_params params;

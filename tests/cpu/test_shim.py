@@ -30,10 +30,10 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ctypes.CDLL]:
     """The library over the rows of tests/cpp/fixture.h, registered in a namespace of its own."""
     folder = tmp_path_factory.mktemp("rows")
     before, loaded = os.environ.get("FA_LIBRARY"), _lib._loaded
-    os.environ["FA_LIBRARY"] = str(host_build.build(folder))
+    os.environ["FA_LIBRARY"] = str(host_build.build(folder, "test::kStandIn"))
     _lib._loaded = None
     library = torch.library.Library(NAMESPACE, "DEF")
-    for name in ("_forward", "_forward_dense", "forward_out"):
+    for name in ("_forward", "_forward_dense", "forward_out", "_backward_kernel"):
         library.define(name + _schemas.SCHEMAS[name])
     shim = _shim.load()
     assert shim.fa_torch_register(NAMESPACE.encode(), 1) == 0
@@ -154,6 +154,60 @@ def test_forward_out_writes_where_it_is_told(shim: ctypes.CDLL) -> None:
     assert params["out.data"] == out.data_ptr() and params["lse.data"] == lse.data_ptr()
     assert params["out.stride_head"] == out.stride(2)
     assert (out == 7).all() and (lse == 7).all()  # the dry run launches nothing
+
+
+TRAINED = {name: case for name, case in GOOD.items() if case[0][0].dtype == torch.bfloat16}
+
+
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+@pytest.mark.parametrize("name", TRAINED)
+def test_both_implementations_fill_the_same_params_of_a_backward(
+    shim: ctypes.CDLL, name: str, grad_dtype: torch.dtype | None
+) -> None:
+    (q, k, v), options = TRAINED[name]
+    out, lse = torch.ops.fa_dry._forward(q, k, v, **options)
+    dout, dlse = bhsd(out) if out.dim() == 4 else out.clone(), torch.zeros_like(lse)
+    more = {"out": out, "lse": lse, "dout": dout, "grad_dtype": grad_dtype}
+    more |= {} if grad_dtype is None else {"dlse": dlse}
+    kernel = torch.ops.fa_dry._backward_kernel
+    if "kv_batch_idx" in options:
+        with pytest.raises(RuntimeError, match="^fa: left to Python: kv_batch_idx"):
+            kernel(q, k, v, **options, **more)
+        return
+    *grads, dsinks = kernel(q, k, v, **options, **more)
+    for like, grad in zip((q, k, v), grads, strict=True):
+        want = _layout.empty_like_order(like, like.shape, grad_dtype)
+        assert (grad.shape, grad.stride(), grad.dtype) == (want.shape, want.stride(), want.dtype)
+    sinks = options.get("sinks")
+    assert dsinks.shape == ((0,) if sinks is None else (q.shape[-2],))
+    assert sinks is None or dsinks.dtype == torch.float32
+    given = _abi.Gradients(*(dout, *grads), more.get("dlse"), None if sinks is None else dsinks)
+    want_params = fields_of(_cuda.forward_params(q, k, v, out, lse, {**options, "grad": given}))
+    assert last_params(shim) == pytest.approx(want_params, nan_ok=True)
+
+
+def unusual_backwards() -> dict[str, dict[str, Any]]:
+    out, lse = torch.empty_like(Q), torch.zeros(2, 4, 16)
+    return {
+        "one number": {"dout": out.new_tensor(1.0).expand_as(out)},
+        "odd rows": {"dout": torch.zeros(2, 16, 4, 68, dtype=out.dtype)[..., :64]},
+        "odd address": {"dout": torch.zeros(out.numel() + 4, dtype=out.dtype)[4:].view_as(out)},
+        "dtype of dout": {"dout": out.half()},
+        "shape of dout": {"dout": out[:, 1:]},
+        "strided lse": {"lse": lse.transpose(1, 2).contiguous().transpose(1, 2)},
+        "strides of dlse": {"dlse": torch.zeros(2, 4, 17)[..., :16]},
+        "dlse": {"dlse": lse.double()},
+        "grad_dtype": {"grad_dtype": torch.float16},
+        "out": {"out": out.double()},
+    }
+
+
+@pytest.mark.parametrize("wrong", unusual_backwards().values(), ids=unusual_backwards().keys())
+def test_unusual_backwards_are_left_to_python(shim: ctypes.CDLL, wrong: dict[str, Any]) -> None:
+    good = {"out": torch.empty_like(Q), "lse": torch.zeros(2, 4, 16), "dout": torch.empty_like(Q)}
+    torch.ops.fa_dry._backward_kernel(Q, K, V, **good)
+    with pytest.raises(RuntimeError, match="^fa: left to Python"):
+        torch.ops.fa_dry._backward_kernel(Q, K, V, **(good | wrong))
 
 
 def bad_calls() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
