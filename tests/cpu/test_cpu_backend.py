@@ -161,24 +161,31 @@ def test_memory_grows_linearly(form: str) -> None:
     assert full - half < 32 and full - first < 64, (first, half, full)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("causal", [False, True])
 def test_not_much_slower_than_torch(causal: bool) -> None:
-    """At most three times the time of torch's own fused attention, on the same threads."""
+    """At most three times the time of torch's own fused attention, on one thread each.
+
+    Time is that of the processor, and calls alternate: other work on the machine counts little.
+    """
     q, k, v = (torch.randn(1, 2048, 8, 64) for _ in range(3))
     heads_first = [t.transpose(1, 2) for t in (q, k, v)]
-
-    def best(call: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(6):
-            start = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - start)
-        return min(times)
-
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    theirs = best(lambda: sdpa(*heads_first, is_causal=causal))
-    ours = best(lambda: cpu.forward(q, k, v, causal=causal))
+    calls = (
+        lambda: sdpa(*heads_first, is_causal=causal),
+        lambda: cpu.forward(q, k, v, causal=causal),
+    )
+    times: tuple[list[float], list[float]] = ([], [])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(8):
+            for call, seen in zip(calls, times, strict=True):
+                start = time.process_time()
+                call()
+                seen.append(time.process_time() - start)
+    finally:
+        torch.set_num_threads(threads)
+    theirs, ours = map(min, times)
     assert ours < 3 * theirs, (ours, theirs)
 
 
