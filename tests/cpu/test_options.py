@@ -14,6 +14,7 @@ from torch import Tensor
 import fa
 from compare import assert_bitwise
 from fa import _validate, reference
+from fa._schemas import SCHEMAS
 from fa._validate import _NO_ROW
 
 OPS = torch.ops.fa
@@ -312,6 +313,12 @@ def test_every_option_of_append_kv(name: str) -> None:
 
 
 # ---- operators that write into buffers ----------------------------------------------------------
+
+
+def test_these_operators_write() -> None:
+    """Each: opcheck, compiled, exported and aliasing tests here, in test_ops.py, test_append.py."""
+    writing = {name for name, schema in SCHEMAS.items() if "!)" in schema}
+    assert writing == {"forward_out", "_forward_out_torch", "backward_out", "append_kv"}
 
 
 def buffers() -> tuple[Tensor, dict[str, Tensor]]:
