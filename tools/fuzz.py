@@ -129,7 +129,9 @@ def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[
         except Exception as error:
             failures += 1
             more = execution(seed, number, backend, backward(number))
-            print(f"FAILED on {backend}: {as_source(case)} {more or ''}", flush=True)
+            print(f"FAILED on {backend}: {as_source(case)}", flush=True)
+            if more:
+                print(f"with {more}", flush=True)
             print("".join(traceback.format_exception_only(error)).strip()[:600], flush=True)
             if isinstance(error, torch.AcceleratorError) or "CUDA error" in str(error):
                 print("The CUDA context is lost: no further problem can run in this process.")

@@ -329,8 +329,6 @@ def test_options_without_a_kernel_row_are_refused_by_name() -> None:
     for name, value in (
         ("page_table", torch.zeros(2, 1, dtype=INT)),
         *((f"descale_block_{x}", 64) for x in "qk"),
-        ("dropout_p", 0.5),
-        ("philox_seed_offset", torch.zeros(2, dtype=torch.int64)),
     ):
         with pytest.raises(NotImplementedError) as caught:
             _validate.forward(*inputs, {name: value}, kernels=True)
@@ -432,7 +430,7 @@ def test_foreign_library(library: Any, tmp_path: Path) -> None:
 def test_library_of_another_abi(library: Any, tmp_path: Path) -> None:
     names = (
         *("abi_layout", "version", "status_name", "last_error", "params_init", "workspace_size"),
-        *("forward", "backward", "explain", "kernel_count", "kernel_info"),
+        *("forward", "backward", "combine", "explain", "kernel_count", "kernel_info"),
     )
     text = "int fa_abi_version(void) { return 99; }\n"
     text += "".join(f"int fa_{name}(void) {{ return 0; }}\n" for name in names)
