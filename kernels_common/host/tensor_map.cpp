@@ -84,13 +84,21 @@ fa_status encode_tensor_map(const TensorMapSpec& spec, void* map) {
   // The stride of a dimension of size <= 1 is never taken, but the encoder checks it.
   for (int i = 0; i < 3; ++i)
     stride[i] = spec.extent[i + 1] > 1 ? static_cast<cuuint64_t>(spec.stride_bytes[i]) : 16;
-  const CUresult result =
-      encoder.function(static_cast<CUtensorMap*>(map), type, 4, const_cast<void*>(spec.data),
-                       extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                       spec.swizzle_128  ? CU_TENSOR_MAP_SWIZZLE_128B
-                       : spec.swizzle_64 ? CU_TENSOR_MAP_SWIZZLE_64B
-                                         : CU_TENSOR_MAP_SWIZZLE_NONE,
-                       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto encode = [&] {
+    return encoder.function(static_cast<CUtensorMap*>(map), type, 4, const_cast<void*>(spec.data),
+                            extent, stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                            spec.swizzle_128  ? CU_TENSOR_MAP_SWIZZLE_128B
+                            : spec.swizzle_64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                                              : CU_TENSOR_MAP_SWIZZLE_NONE,
+                            CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  CUresult result = encode();
+  // The encoder is a driver call: in a thread that made no run-time call yet (autograd's, a pool's)
+  // there is no current context. Naming the device makes its context current.
+  int device = 0;
+  if (result == CUDA_ERROR_INVALID_CONTEXT && cudaGetDevice(&device) == cudaSuccess &&
+      cudaSetDevice(device) == cudaSuccess)
+    result = encode();
   if (result == CUDA_SUCCESS) return FA_OK;
   return fail(FA_ERROR_CUDA,
               "%s: cuTensorMapEncodeTiled failed with CUresult %d (%s, data %p, extents %" PRIu64

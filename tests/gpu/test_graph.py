@@ -233,6 +233,31 @@ def test_threads(backend: str) -> None:
 
 
 @harness.each_backend()
+def test_first_call_of_a_thread(backend: str) -> None:
+    """A thread that has made no CUDA call has no current context, which tensor maps need."""
+    q, k, v = (randn(2, 300, 4, 64, seed=n) for n in range(3))
+    out, lse = torch.empty_like(q), torch.empty(2, 4, 300, device="cuda")
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with fa.backend(backend):
+                torch.ops.fa.forward_out(q, k, v, causal=True, out=out, lse=lse)
+        except BaseException as error:
+            failures.append(error)
+
+    torch.cuda.synchronize()
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert not failures, failures
+    torch.cuda.synchronize()
+    alone = harness.call(inputs_from(q, k, v, causal=True), backend)
+    assert_bitwise("out", out, alone.out)
+    assert_bitwise("lse", lse, alone.lse)
+
+
+@harness.each_backend()
 def test_memory_comes_from_torch_and_goes_back(backend: str) -> None:
     q, k, v = (randn(4, 500, 8, 64, seed=n) for n in range(3))
     inputs = inputs_from(q, k, v, causal=True)
