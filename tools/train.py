@@ -179,7 +179,8 @@ def train(model: Any, name: str, steps: list[torch.Tensor], options: argparse.Na
         top = torch.cuda.max_memory_allocated(device) - held if on_gpu(device) else None
         peaks.append(top if on_gpu(device) else measure.peak_since(held))
         if len(losses) % max(1, options.steps // 10) == 0:
-            print(f"  {name}: step {len(losses)}, loss {losses[-1]:.4f}", flush=True)
+            took = f"{seconds[-1]:.3f} s"
+            print(f"  {name}: step {len(losses)}, loss {losses[-1]:.4f}, {took}", flush=True)
     # The first step makes the optimizer's moments; it counts only where it is the only one.
     known = [p for p in peaks[1:] or peaks if p is not None]
     middle = sorted(seconds[1:] or seconds)[len(seconds[1:] or seconds) // 2]
