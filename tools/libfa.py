@@ -311,6 +311,7 @@ class Cuda:
         address = int(self.call("cudaMalloc", max(size, 16)))
         self._allocations.append(address)
         self.call("cudaMemset", address, fill, max(size, 16))
+        self.call("cudaDeviceSynchronize")  # kernels run on a stream that does not wait for it
         return address
 
     def upload(self, array: np.ndarray) -> int:

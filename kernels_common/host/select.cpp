@@ -105,7 +105,7 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   // row from winning on a Hopper GPU by rounding of waves alone.
   const float architecture = row.arch == 90 ? 1.0f : 4.0f;
   const float mask = row.mask == MaskKind::kNone ? 0.95f : 1.0f;
-  const float score = row.score == ScoreKind::kScale ? 0.95f : 1.0f;
+  const float score = row.score == ScoreKind::kScale ? 1.0f : 1.5f;
   const float tile_shape = row.op == Op::kBackward ? traffic(row) : residency(entry, device);
   const float per_score = architecture * mask * score * tile_shape *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
@@ -114,10 +114,11 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   // about as much as 128 keys.
   const int64_t keys = p.packed_k() ? p.seq.total_k / std::max(1, p.seq.batch) : p.seq.seqlen_k;
   const float visible = p.band.right >= 0 && p.band.left < 0 ? 0.5f : 1.0f;
+  const int tile_m = row.arch == 90 ? row.tile_m : std::max(128, row.tile_m);
   int64_t span = keys;
   if (p.band.left >= 0 && p.band.right >= 0)
-    span = std::min<int64_t>(keys, int64_t{p.band.left} + p.band.right + row.tile_m);
-  if (p.band.chunk > 0) span = std::min<int64_t>(span, int64_t{p.band.chunk} + row.tile_m);
+    span = std::min<int64_t>(keys, int64_t{p.band.left} + p.band.right + tile_m);
+  if (p.band.chunk > 0) span = std::min<int64_t>(span, int64_t{p.band.chunk} + tile_m);
   const float tile =
       (visible * static_cast<float>(span) + 128.0f) * static_cast<float>(row.tile_m) * per_score;
   const float tiles = static_cast<float>(row_tiles(entry, p)) * static_cast<float>(p.heads_q) *

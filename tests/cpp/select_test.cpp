@@ -124,6 +124,8 @@ void ampere_tiles_by_device() {
       entry("d192x128", row(192, 128, 128, 4), 90880),
       entry("d256", row(256, 256, 64, 4), 99072),
       entry("d256_m128", row(256, 256, 128, 8), 132608),
+      entry("d128", row(128, 128, 128, 4), 98816),
+      entry("d128_n32", row(128, 128, 128, 4), 66048),
   };
   std::vector<const KernelEntry*> table;
   for (const KernelEntry& r : kLow) table.push_back(&r);
@@ -131,10 +133,10 @@ void ampere_tiles_by_device() {
   const struct {
     const char* name;
     int sms, smem;  // of 8.0, 8.6 or 8.9, and 9.0
-    const char *wide, *latent;
-  } devices[] = {{"A100", 108, 166912, "d256_m128", "d192"},
-                 {"RTX 4090", 128, 101376, "d256", "d192x128"},
-                 {"H200", 132, 232448, "d256", "d192x128"}};
+    const char *wide, *latent, *d128;
+  } devices[] = {{"A100", 108, 166912, "d256_m128", "d192", "d128_n32"},
+                 {"RTX 4090", 128, 101376, "d256", "d192x128", "d128"},
+                 {"H200", 132, 232448, "d256", "d192x128", "d128"}};
   for (const auto& d : devices)
     for (int length : {1, 64, 200, 1024, 16384})
       for (bool invariant : {false, true}) {
@@ -148,7 +150,7 @@ void ampere_tiles_by_device() {
         expect_row(call(200, 64), d.wide, Table(table));
         expect_row(call(192, 192), "d192", Table(table));
         expect_row(call(192, 128), d.latent, Table(table));
-        expect_row(call(128, 128), "sm80_fwd_bf16_d128_band", Table(table));
+        expect_row(call(128, 128), d.d128, Table(table));
         expect_row(call(64, 64), "sm80_fwd_bf16_d64_band", Table(table));
       }
 }

@@ -28,7 +28,11 @@ ON_CPU = DEVICE == "cpu"
 
 LARGEST_DIM = 128
 # Rows that the plan prefers on other GPUs of their architecture.
-ELSEWHERE = frozenset(f"sm80_fwd_{dtype}_d256_band_m128" for dtype in ("bf16", "fp16"))
+ELSEWHERE = frozenset(
+    f"sm80_fwd_{dtype}_{rest}"
+    for dtype in ("bf16", "fp16")
+    for rest in ("d128_band_n32", "d256_band_m128")
+)
 SCORES = frozenset({"softcap", "alibi"})  # what needs a row whose score is "any"
 
 

@@ -97,7 +97,7 @@ def test_row(
     chosen = re.search(r"^row\s+(\S+)", plan, re.MULTILINE)
     assert chosen is not None, plan
     if row.id in harness.ELSEWHERE and chosen[1] != row.id:
-        pytest.skip(f"{row.id} runs where a multiprocessor holds one block; here {chosen[1]}")
+        pytest.skip(f"{row.id} runs where shared memory is smaller; here {chosen[1]} does")
     assert chosen[1] == row.id, f"another row runs than {row.id}: {plan}"
     assert harness.check_case(case, row.backend) == "ran"
 
