@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
+import importlib.util
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ import fa
 from bench_cells import Cell
 
 L2_FLUSH_BYTES = 256 << 20
-TOLERANCE = {"bfloat16": 4e-2, "float16": 8e-3}  # largest difference of two right answers
+# Largest difference of two right answers.
+TOLERANCE = {"bfloat16": 4e-2, "float16": 8e-3, "float8_e4m3fn": 1e-1}
+FP8 = "float8_e4m3fn"
 
 
 @dataclass
@@ -55,8 +58,10 @@ def cell_tensors(cell: Cell, device: str, seed: int = 0) -> tuple[torch.Tensor, 
         (*keys, cell.key_heads, cell.head_dim_v),
     )
     dtype = getattr(torch, cell.dtype)
+    drawn = torch.bfloat16 if cell.dtype == FP8 else dtype
     tensors = [
-        torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
+        torch.randn(shape, generator=generator, device=device, dtype=drawn).to(dtype)
+        for shape in shapes
     ]
     return tuple(t.requires_grad_(cell.work != "forward") for t in tensors)
 
@@ -195,6 +200,8 @@ def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]
         sdpa = _sdpa(cell, tensors, "sdpa", SDPBackend.MATH)
         return [trained(cell, tensors, sdpa)] if by_sdpa else []
     found = []
+    if cell.dtype == FP8:
+        return _fp8_peers(cell, tensors, modules)
     if by_sdpa:
         found += [
             _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
@@ -204,6 +211,65 @@ def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]
         if cell.work == "forward" or module != "fa3_fwd_interface":  # that wheel has no backward
             found.append(_module_call(cell, tensors, name, module))
     return [trained(cell, tensors, impl) for impl in found]
+
+
+def _fp8_peers(
+    cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]
+) -> list[Impl]:
+    """FlashAttention 3, and cuDNN's graph where `nvidia-cudnn-frontend` can be imported."""
+    found = [_module_call(cell, tensors, "fa3", modules["fa3"])] if "fa3" in modules else []
+    plain = not cell.lengths and cell.window == (-1, -1) and cell.seqlen == cell.keys
+    if plain and importlib.util.find_spec("cudnn") is not None:
+        try:
+            found.append(_cudnn_fp8(cell, tensors))
+        except Exception as error:  # a peer that is broken here must not stop the others
+            print(f"peer cudnn has no fp8 graph for {cell.name}: {str(error).splitlines()[0]}")
+    return found
+
+
+def _cudnn_fp8(cell: Cell, tensors: tuple[torch.Tensor, ...]) -> Impl:
+    """cuDNN's fp8 attention; the output is e4m3 as its graph wants it, all factors are 1."""
+    cudnn = importlib.import_module("cudnn")
+    graph = cudnn.pygraph(
+        io_data_type=cudnn.data_type.FP8_E4M3,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=cudnn.create_handle(),
+    )
+
+    def described(t: torch.Tensor) -> Any:
+        kind = cudnn.data_type.FLOAT if t.dtype == torch.float32 else cudnn.data_type.FP8_E4M3
+        return graph.tensor(dim=list(t.shape), stride=list(t.stride()), data_type=kind)
+
+    q, k, v = (t.transpose(1, 2) for t in tensors)  # [B, H, S, D] views
+    one = torch.ones(1, 1, 1, 1, device=q.device)
+    inputs = {name: described(t) for name, t in (("q", q), ("k", k), ("v", v))}
+    names = ("descale_q", "descale_k", "descale_v", "descale_s", "scale_s", "scale_o")
+    factors = {name: described(one) for name in names}
+    out, _, amax_s, amax_o = graph.sdpa_fp8(
+        **inputs,
+        **factors,
+        is_inference=True,
+        attn_scale=cell.head_dim**-0.5,
+        use_causal_mask=cell.causal,
+    )
+    result = torch.empty(tensors[0].shape, dtype=q.dtype, device=q.device).transpose(1, 2)
+    out.set_output(True).set_dim(list(result.shape)).set_stride(list(result.stride()))
+    for amax in (amax_s, amax_o):
+        amax.set_output(True).set_dim([1, 1, 1, 1]).set_stride([1, 1, 1, 1])
+        amax.set_data_type(cudnn.data_type.FLOAT)
+    graph.build([cudnn.heur_mode.A])
+    largest = torch.empty(2, 1, 1, 1, 1, device=q.device)
+    pack = {inputs["q"]: q, inputs["k"]: k, inputs["v"]: v, out: result}
+    pack |= dict.fromkeys(factors.values(), one)
+    pack |= {amax_s: largest[0], amax_o: largest[1]}
+    workspace = torch.empty(max(1, graph.get_workspace_size()), dtype=torch.uint8, device=q.device)
+
+    def call() -> torch.Tensor:
+        graph.execute(pack, workspace)
+        return result.transpose(1, 2)
+
+    return Impl("cudnn", call)
 
 
 def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
