@@ -143,6 +143,7 @@ def fill_shapes(p: libfa.Params, problem: Problem) -> None:
     p["mask.window_right"] = 0 if problem.causal else -1
     p["options.force_arch"] = row.arch
     p["score.softcap"] = problem.softcap
+    p["options.batch_invariant"] = int(libfa.leaves_short_calls(row, p.library.rows()))
 
 
 def plan_text(library: libfa.Library, problem: Problem) -> str:

@@ -11,6 +11,7 @@ import ctypes
 import importlib.util
 import os
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,15 @@ class Row:
     def score(self) -> str:
         """The column of the table: "any" (softcap, ALiBi) or "scale"."""
         return "any" if "any" in self.id.split("_") else "scale"
+
+
+def leaves_short_calls(row: Row, rows: Sequence[Row]) -> bool:
+    """Whether a row beside it, of lower tiles, takes the short calls; batch-invariant ones stay."""
+    kind = ("op", "arch", "dtype", "dim_qk", "dim_v", "mask", "score")
+    return any(
+        other.tile_m < row.tile_m and all(getattr(other, n) == getattr(row, n) for n in kind)
+        for other in rows
+    )
 
 
 def library_path() -> Path | None:

@@ -95,6 +95,7 @@ struct FwdArgs {
   SeqArgs seq;
   BandArgs band;
   TileOrder order;
+  uint32_t* next_tile;  // zeroed: counts the tiles that blocks have taken; null: dealt in rounds
   SplitArgs splits;
   int32_t heads_q, heads_k, group;  // group = heads_q / heads_k
   int32_t dim_qk, dim_v;            // real dims, <= the row's head dims, multiples of 8

@@ -77,8 +77,10 @@ using SoftCapScore = AnyScore<true, false>;
 using AlibiScore = AnyScore<false, true>;
 using SoftCapAlibiScore = AnyScore<true, true>;
 
-// Calls run(policy) with the policy of this call. Around a whole tile: a branch inside the step
-// would cost more than the policies (10 % where there is no softcap).
+// Calls run(policy) with the policy of this call. Around whole tiles: a branch inside the step
+// would cost more than the policies (10 % where there is no softcap). `run` must be inlined: give a
+// lambda
+// __attribute__((always_inline)).
 template <ScoreKind kKind, class Run>
 FA_DEVICE void with_score(const ScoreArgs& args, Run&& run) {
   if constexpr (kKind == ScoreKind::kScale) {

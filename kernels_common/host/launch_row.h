@@ -35,6 +35,16 @@ cudaError_t allow_shared_memory(const void* function, int bytes) {
   return error;
 }
 
+// A counter of FwdArgs::next_tile, before its kernel.
+inline fa_status clear_counter(uint32_t* counter, void* stream) {
+  const cudaError_t error =
+      cudaMemsetAsync(counter, 0, sizeof(*counter), static_cast<cudaStream_t>(stream));
+  if (error == cudaSuccess) return FA_OK;
+  cudaGetLastError();
+  return fail(FA_ERROR_CUDA, "clearing the tile counter in the workspace: %s.",
+              cudaGetErrorString(error));
+}
+
 // `parameter`: the kernel's only argument. `smem_bytes`: dynamic shared memory; 0 leaves the
 // kernel's attributes alone. One kernel of a row may have some.
 template <class Row>

@@ -69,6 +69,15 @@ size_t transposed_bytes(const KernelEntry& row, const Problem& p) {
   return static_cast<size_t>(planes * p.dim_v * value_tiles(p.seq) * kValueTile);
 }
 
+// Lengths that only the device knows leave persistent blocks with unequal shares of tiles dealt in
+// rounds. The counter costs a memset ahead of the kernel.
+bool counts_tiles(const KernelEntry& row, const Problem& p, int grid, int num_tiles) {
+  const bool unknown =
+      p.packed_q() || p.packed_k() || p.seq.used_q != nullptr || p.seq.used_k != nullptr;
+  return row.config.arch == 90 && row.config.dtype != DType::kE4m3 && unknown &&
+         num_tiles > 2 * grid;
+}
+
 bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
   return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
 }
@@ -114,11 +123,13 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
                 " heads (batch * heads_q), in %d parts, exceed 2^31 - 1 "
                 "tiles in one call. Split the call along the batch.",
                 tiles_m, heads, plan->num_splits);
-  // A row needs one of the two at most.
-  plan->workspace_bytes =
-      p.empty() ? 0 : transposed_bytes(row, p) + split_bytes(p, plan->num_splits);
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads * plan->num_splits);
   plan->grid = grid_of(row, p, device, num_tiles);
+  plan->counted = counts_tiles(row, p, plan->grid, num_tiles);
+  // A row needs one of the three at most.
+  if (!p.empty())
+    plan->workspace_bytes = transposed_bytes(row, p) + split_bytes(p, plan->num_splits) +
+                            (plan->counted ? sizeof(uint32_t) : 0);
   const int section =
       p.empty() ? 1 : section_heads(row, p, device, plan->grid, tiles_m, static_cast<int>(heads));
   // tile_coord() multiplies tiles_m by the section, which is at most num_tiles and therefore fits.
@@ -144,6 +155,7 @@ LaunchArgs bind(const Plan& plan, const Problem& p, void* workspace) {
   f.seq = p.seq;
   f.band = p.band;
   f.order = plan.order;
+  f.next_tile = plan.counted ? static_cast<uint32_t*>(workspace) : nullptr;
   f.heads_q = p.heads_q;
   f.heads_k = p.heads_k;
   f.group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
@@ -189,17 +201,18 @@ std::string describe_row(const Plan& plan, const Problem& p, const DeviceInfo& d
 std::string describe_forward(const Plan& plan) {
   const KernelEntry& row = *plan.main;
   char text[1024];
-  std::snprintf(
-      text, sizeof(text),
-      "tiles      %d x %d, %d row tiles x %d heads = %d\n"
-      "grid       %d blocks, %s\n"
-      "tile order longest first, sections of %d heads\n"
-      "splits     %d\n"
-      "workspace  %zu bytes\n",
-      row.config.tile_m, row.config.tile_n, plan.order.tiles_m, plan.order.heads,
-      plan.order.num_tiles, plan.grid,
-      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
-      plan.order.section, plan.num_splits, plan.workspace_bytes);
+  std::snprintf(text, sizeof(text),
+                "tiles      %d x %d, %d row tiles x %d heads = %d\n"
+                "grid       %d blocks, %s\n"
+                "tile order longest first, sections of %d heads\n"
+                "splits     %d\n"
+                "workspace  %zu bytes\n",
+                row.config.tile_m, row.config.tile_n, plan.order.tiles_m, plan.order.heads,
+                plan.order.num_tiles, plan.grid,
+                plan.counted                       ? "each takes the next tile that is left"
+                : plan.grid < plan.order.num_tiles ? "each works through several tiles"
+                                                   : "one per tile",
+                plan.order.section, plan.num_splits, plan.workspace_bytes);
   return text;
 }
 

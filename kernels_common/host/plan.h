@@ -18,6 +18,7 @@ struct Plan {
   const KernelEntry* main;
   int num_splits;   // 1: the keys are not split
   int grid;         // thread blocks; 0: nothing to write, nothing is launched
+  bool counted;     // blocks take tiles from a counter in the workspace, else in rounds
   TileOrder order;  // of the main kernel: query tiles, in a backward key tiles
   TileOrder rows;   // backward: query tiles
   BackwardWorkspace work;

@@ -23,14 +23,14 @@ template <class E>
 using WideAtom = cute::GMMA::Layout_K_SW128_Atom<E>;
 
 // V as the B operand of P·V, (dim_v, keys, stage): it lies as (keys, dim_v), or transposed.
-template <class E, bool kTransposed, int kKeys, int kDim, int kSlots>
+template <class Atom, bool kTransposed, int kKeys, int kDim, int kSlots>
 struct ValueTiles {
-  using type = SlotTiles<WideAtom<E>, kDim, kKeys, kSlots>;
+  using type = SlotTiles<Atom, kDim, kKeys, kSlots>;
 };
-template <class E, int kKeys, int kDim, int kSlots>
-struct ValueTiles<E, false, kKeys, kDim, kSlots> {
+template <class Atom, int kKeys, int kDim, int kSlots>
+struct ValueTiles<Atom, false, kKeys, kDim, kSlots> {
   using type = decltype(cute::composition(
-      SlotTiles<WideAtom<E>, kKeys, kDim, kSlots>{},
+      SlotTiles<Atom, kKeys, kDim, kSlots>{},
       cute::make_layout(
           cute::Shape<cute::Int<kDim>, cute::Int<kKeys>, cute::Int<kSlots>>{},
           cute::make_stride(cute::Int<kKeys>{}, cute::_1{}, cute::Int<kKeys * kDim>{}))));
@@ -49,17 +49,19 @@ struct FwdTypes {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr bool kFp8 = kConfig.dtype == DType::kE4m3;
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
-  // Columns of one swizzled panel of Q and K: 128 bytes, or 64 for a row of 64 e4m3 numbers.
-  static constexpr int kPanel = kFp8 ? (kDimQk % 128 == 0 ? 128 : 64) : 64;
-  static constexpr int kOutPanel = 64;  // of O: 16-bit numbers
+  // Columns of one swizzled panel of Q and K (16 bits: of V too): 128 bytes, or 64 where the head
+  // dims are no multiple of that.
+  static constexpr bool kWholePanels = kDimQk * kElementBytes % 128 == 0 && kDimV % 64 == 0;
+  static constexpr int kPanel = (kWholePanels ? 128 : 64) / kElementBytes;
+  static constexpr int kOutPanel = kFp8 ? 64 : kPanel;  // of O: 16-bit numbers
   // Probabilities reach 2^8 in e4m3, whose largest number is 448: never saturated, for the maximum
   // is taken over in every block, and small ones keep their bits down to 2^-14.
   static constexpr float kProbabilityShift = kFp8 ? 8.f : 0.f;
 
-  // A wide O, or a third warpgroup to share with, leaves a thread no register: what it keeps
-  // besides costs time or a stack frame.
+  // A wide O, a third warpgroup to share with, or a softcap's intermediate values leave a thread no
+  // register: what it keeps besides costs time or a stack frame.
   static constexpr bool kWideOutput = kDimV > 128;
-  static constexpr bool kTight = kWideOutput || kConsumers == 3;
+  static constexpr bool kTight = kWideOutput || kConsumers == 3 || kConfig.score == ScoreKind::kAny;
   // The last P·V of a tile runs beside the first Q·Kᵀ of the next. Needs Q's buffer free, and
   // registers.
   static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;
@@ -69,7 +71,8 @@ struct FwdTypes {
                 "Hopper forward rows have one dtype for q, k and v");
   static_assert(kTileM == 64 * kConsumers,
                 "each consumer warpgroup owns 64 query rows: tile_m = 16 * (warps - 4)");
-  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims of a row are multiples of 64");
+  static_assert(kDimQk % kPanel == 0 && kDimV % kOutPanel == 0,
+                "head dims of a row are multiples of 32 (e4m3: 64)");
   static_assert(kTileN % (kFp8 ? 32 : 16) == 0 && kTileN <= 256,
                 "tile_n is a multiple of 16 (e4m3: 32), at most 256");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma,
@@ -96,7 +99,8 @@ struct FwdTypes {
   using LayoutK = SlotTiles<Atom, kTileN, kDimQk, kStages>;  // (tile_n, dim_qk, stage)
   // e4m3: V comes transposed, in panels of 128 keys, of which the last may bring more than a block.
   static constexpr int kLoadedKeys = kFp8 ? (kTileN + 127) / 128 * 128 : kTileN;
-  using LayoutVt = typename ValueTiles<E, kFp8, kLoadedKeys, kDimV, kStages>::type;
+  using LayoutVt = typename ValueTiles<std::conditional_t<kFp8, WideAtom<E>, Atom>, kFp8,
+                                       kLoadedKeys, kDimV, kStages>::type;
 
   template <int kM, int kN>
   using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;

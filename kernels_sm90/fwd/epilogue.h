@@ -108,14 +108,16 @@ class FwdEpilogue {
           Barrier::kSlab,
           thread_.warp() / 4);  // the warpgroup's products have read these rows of Q
     }
-    // Lane l addresses row l % 16 of the 16 x 16 block, column half l / 16; the swizzle is chunk ^
-    // row % 8.
+    // Lane l addresses row l % 16 of the 16 x 16 block, column half l / 16. The swizzle is chunk ^
+    // row % 8, in panels of 64 bytes chunk ^ row / 2 % 4.
+    constexpr int kRowBytes = T::kOutPanel * 2, kBlocks = T::kOutPanel / 16;
     const int row = lane() % 16, half = lane() / 16;
-    const uint32_t base = shared_address(rows) + row * 128;
+    const int swizzle = kRowBytes == 128 ? row % 8 : row / 2 % 4;
+    const uint32_t base = shared_address(rows) + row * kRowBytes;
     CUTE_UNROLL
     for (int i = 0; i < T::kDimV / 16; ++i) {
-      const uint32_t address =
-          base + i / 4 * (T::kTileM * 128) + (((i % 4 * 2 + half) ^ (row % 8)) * 16);
+      const uint32_t address = base + i / kBlocks * (T::kTileM * kRowBytes) +
+                               (((i % kBlocks * 2 + half) ^ swizzle) * 16);
       const float* f = o.data() + 8 * i;
       store_matrices(address, pack(f[0], f[1]), pack(f[2], f[3]), pack(f[4], f[5]),
                      pack(f[6], f[7]));

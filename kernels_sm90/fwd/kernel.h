@@ -30,8 +30,11 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
   __syncthreads();
 }
 
-template <class Row>
-FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread) {
+// One copy of it all per policy of the scores: chosen per tile, what the copies share would be kept
+// in registers beside the loops.
+template <class Row, class Score>
+FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int thread,
+                       Score score) {
   using T = FwdTypes<Row>;
   using Step = std::conditional_t<T::kFp8, Fp8Step<Row>, FwdStep<Row>>;
   Step step(smem, params.args, params.out, thread);
@@ -55,10 +58,7 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     range.full_end = min_of(range.full_end, range.end);
     if (range.begin < range.end) {
       step.begin(slot);
-      with_score<T::kConfig.score>(params.args.score,
-                                   [&](auto score) __attribute__((always_inline)) {
-                                     attend_tile<typename T::Mask>(step, range, score);
-                                   });
+      attend_tile<typename T::Mask>(step, range, score);
       continue;  // the step retires the tile
     }
     if (work) {
@@ -95,7 +95,9 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
     }
   } else {
     grow_registers<Budget::kConsumer>();
-    consume<Row>(params, smem, threadIdx.x - kWarpgroupThreads);
+    with_score<T::kConfig.score>(params.args.score, [&](auto score) __attribute__((always_inline)) {
+      consume<Row>(params, smem, threadIdx.x - kWarpgroupThreads, score);
+    });
   }
 }
 

@@ -11,10 +11,10 @@
 
 namespace fa::sm90 {
 
-// A [B, S, H, D] tensor seen in boxes of `rows` x 64 columns (e4m3: `columns`) of one head.
+// A [B, S, H, D] tensor seen in boxes of `rows` x `columns` of one head.
 inline fa_status encode_rows(const char* name, const TensorArg& tensor, DType dtype, int64_t dim,
                              int64_t rows, int64_t heads, int64_t batch, int box_rows,
-                             TensorMap* map, int columns = 64) {
+                             TensorMap* map, int columns) {
   const int bytes = dtype == DType::kE4m3 ? 1 : 2;
   const TensorMapSpec spec{.name = name,
                            .data = tensor.data,
@@ -64,12 +64,12 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
       FA_TRY(encode_value_keys(args, T::kDimV, &params->v));
     else
       FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
-                         &params->v));
+                         &params->v, T::kPanel));
   }
   constexpr DType kOutType = T::kFp8 ? DType::kBf16 : kType;  // TMA only moves 16 bits
   if (args.out_fp32 == 0)
     FA_TRY(encode_rows("out", args.out, kOutType, args.dim_v, q_rows, args.heads_q, q_batch, 16,
-                       &params->out));
+                       &params->out, T::kOutPanel));
   return FA_OK;
 }
 
@@ -93,6 +93,7 @@ fa_status launch(const LaunchArgs& args, void* stream) {
   params.args = args.fwd;
   if constexpr (FwdTypes<Row>::kFp8) FA_TRY(transpose_values<Row>(params.args, stream));
   FA_TRY(encode_maps<Row>(params.args, &params));
+  if (params.args.next_tile != nullptr) FA_TRY(clear_counter(params.args.next_tile, stream));
   return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
                          &params, stream);
 }

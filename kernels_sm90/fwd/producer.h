@@ -26,20 +26,28 @@ FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   kv.load_v(tile, n);
 }
 
+// Passes over the empty places in the list of packed tiles. False: there is no tile any more.
+template <class Row>
+FA_DEVICE bool next_tile(const FwdArgs& args, BlockTiles& tiles, FwdTile& tile) {
+  while (true) {
+    const uint32_t index = tiles.take();
+    if (index >= static_cast<uint32_t>(args.order.num_tiles)) return false;
+    fwd_tile<Row>(args, static_cast<int>(index), tile);
+    if (tile.seq.m_first < tile.seq.q_slot) return true;
+  }
+}
+
 // Describes the tiles of this block, as far ahead as there are slots. One lane of its own warp.
 template <class Row>
 FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
-  SlotCursor<kTileSlots> at{1};
-  for (StaticTiles tiles(args.order);; tiles.next()) {
+  BlockTiles tiles(args);
+  for (SlotCursor<kTileSlots> at{1};; at.advance()) {
     mbarrier_wait(&smem.tile_slots.empty[at.slot()], at.parity());
     FwdTile& tile = smem.tiles[at.slot()];
-    if (tiles.valid())
-      fwd_tile<Row>(args, tiles.index(), tile);
-    else
-      tile.last = 1;
+    const bool last = !next_tile<Row>(args, tiles, tile);
+    if (last) tile.last = 1;
     mbarrier_arrive(&smem.tile_slots.full[at.slot()]);
-    if (!tiles.valid()) return;
-    at.advance();
+    if (last) return;
   }
 }
 

@@ -23,14 +23,14 @@ struct FwdSmem {
   alignas(kSmemAlign) E q[cute::cosize_v<typename T::LayoutQ>];
   alignas(kSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
   alignas(kSmemAlign) E v[cute::cosize_v<typename T::LayoutVt>];
-  // 16-bit numbers, panels of 64 columns as in a 16-bit Q, one slot
+  // 16-bit numbers, panels of kOutPanel columns as in a 16-bit Q, one slot
   alignas(kSmemAlign) uint16_t o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];
   SlotBarriers<T::kQSlots> q_slots;
   SlotBarriers<T::kStages> k_slots, v_slots;
   SlotBarriers<kTileSlots> tile_slots;
   FwdTile tiles[kTileSlots];
 
-  // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·64.
+  // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·kOutPanel.
   FA_DEVICE uint16_t* output_rows(int q_slot, int warp) {
     uint16_t* base = o;
     if constexpr (!T::kOwnOutput)

@@ -205,7 +205,11 @@ class FwdStep {
                                typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k),
                                typename T::LayoutK{});  // (tile_n, dim_qk, stage)
-    auto slice = MmaQk{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
+    int warpgroup = turns_.warpgroup;
+    // Else the descriptors of a single Q slot, constants, stay in registers that scores need.
+    if constexpr (T::kConfig.score == ScoreKind::kAny && T::kQSlots == 1)
+      asm volatile("" : "+r"(warpgroup));
+    auto slice = MmaQk{}.get_slice(warpgroup * kWarpgroupThreads);
     auto a = slice.partition_fragment_A(q);  // (MMA, 1, MMA_K, slot)
     auto b = slice.partition_fragment_B(k);  // (MMA, 1, MMA_K, stage)
     cute::warpgroup_fence_operand(s_);
@@ -304,13 +308,15 @@ class FwdStep {
       packed.data()[i] = pack_pair<T::kConfig.dtype>(s_.data()[2 * i], s_.data()[2 * i + 1]);
   }
 
-  // Zeros V's rows outside [keys_lo, keys_hi) in shared memory; a row is 128 bytes of each panel,
-  // whatever the swizzle. Nothing is in flight here and no turn is held.
+  // Zeros V's rows outside [keys_lo, keys_hi) in shared memory; a row is 128 (64) bytes of each
+  // panel, whatever the swizzle. Nothing is in flight here and no turn is held.
   FA_DEVICE static void scrub_rows(E* tile, int first, int end, int thread) {
-    for (int row = thread / 8; row < T::kTileN; row += T::kConsumers * 16) {
+    constexpr int kChunks = T::kPanel / 8;  // of 16 bytes
+    for (int row = thread / kChunks; row < T::kTileN;
+         row += T::kConsumers * kWarpgroupThreads / kChunks) {
       if (row >= first && row < end) continue;
       for (int panel = 0; panel < T::kDimV / T::kPanel; ++panel)
-        reinterpret_cast<uint4*>(tile + (panel * T::kTileN + row) * T::kPanel)[thread % 8] =
+        reinterpret_cast<uint4*>(tile + (panel * T::kTileN + row) * T::kPanel)[thread % kChunks] =
             uint4{0, 0, 0, 0};
     }
   }

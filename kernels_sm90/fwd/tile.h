@@ -119,27 +119,26 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   find_passed_blocks<Row>(tile);
 }
 
-// Every second round runs backwards, so that no block always gets the longer tile of a round.
-class StaticTiles {
+// The tiles of this block: dealt in rounds, of which every second runs backwards, so that no block
+// always gets the longer tile of a round. Or, with a counter, the next one that nobody has: lengths
+// that only the device knows cannot be dealt evenly.
+class BlockTiles {
  public:
-  FA_DEVICE explicit StaticTiles(const TileOrder& order) : num_tiles_(order.num_tiles) { settle(); }
-  FA_DEVICE bool valid() const {
-    return index_ < num_tiles_;
-  }  // unsigned: rounds may end beyond 2^31
-  FA_DEVICE int index() const { return static_cast<int>(index_); }
-  FA_DEVICE void next() {
+  FA_DEVICE explicit BlockTiles(const FwdArgs& args) : next_tile_(args.next_tile) {}
+
+  // Number of the next tile; order.num_tiles or more: there is none, nor will there be. Unsigned:
+  // rounds may end beyond 2^31.
+  FA_DEVICE uint32_t take() {
+    const uint32_t first = first_;
     first_ += gridDim.x;
+    if (next_tile_ != nullptr && first > 0) return gridDim.x + atomicAdd(next_tile_, 1u);
+    const bool backwards = backwards_;
     backwards_ = !backwards_;
-    settle();
+    return first + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
 
  private:
-  // A block without a tile in the last, incomplete round has none afterwards either.
-  FA_DEVICE void settle() {
-    index_ = first_ + (backwards_ ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
-  }
-
-  uint32_t num_tiles_, index_ = 0;
+  uint32_t* next_tile_;
   uint32_t first_ = 0;  // of this round
   bool backwards_ = false;
 };

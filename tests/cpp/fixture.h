@@ -46,9 +46,9 @@ constexpr KernelConfig ampere_row(DType dtype, int dim) {
                       .kv = LoadKind::kCpAsync,
                       .q = LoadKind::kCpAsync,
                       .tile_m = 128,
-                      .tile_n = dim == 64 ? 128 : 64,
+                      .tile_n = 64,
                       .warps = 4,
-                      .stages = 1,
+                      .stages = 2,
                       .cluster = 1,
                       .sched = SchedKind::kStatic,
                       .step = StepKind::kSerial};
@@ -63,15 +63,15 @@ inline constexpr auto kFp16 = DType::kFp16;
 
 // A table like that of a release build; shared memory as the tiles need it.
 inline constexpr std::array kRows = {
-    entry("sm90_fwd_bf16_d128_band", hopper_row(kBf16, 128, MaskKind::kBand), 164864),
-    entry("sm90_fwd_bf16_d128_none", hopper_row(kBf16, 128, MaskKind::kNone), 164864),
-    entry("sm90_fwd_bf16_d64_band", hopper_row(kBf16, 64, MaskKind::kBand), 91136),
-    entry("sm90_fwd_bf16_d64_none", hopper_row(kBf16, 64, MaskKind::kNone), 91136),
-    entry("sm90_fwd_fp16_d128_band", hopper_row(kFp16, 128, MaskKind::kBand), 164864),
-    entry("sm90_fwd_e4m3_d64_band", hopper_row(DType::kE4m3, 64, MaskKind::kBand), 91136),
-    entry("sm80_fwd_bf16_d128_band", ampere_row(kBf16, 128), 65536),
-    entry("sm80_fwd_bf16_d64_band", ampere_row(kBf16, 64), 49152),
-    entry("sm80_fwd_fp16_d128_band", ampere_row(kFp16, 128), 65536),
+    entry("sm90_fwd_bf16_d128_band", hopper_row(kBf16, 128, MaskKind::kBand), 230400),
+    entry("sm90_fwd_bf16_d128_none", hopper_row(kBf16, 128, MaskKind::kNone), 230400),
+    entry("sm90_fwd_bf16_d64_band", hopper_row(kBf16, 64, MaskKind::kBand), 140288),
+    entry("sm90_fwd_bf16_d64_none", hopper_row(kBf16, 64, MaskKind::kNone), 140288),
+    entry("sm90_fwd_fp16_d128_band", hopper_row(kFp16, 128, MaskKind::kBand), 230400),
+    entry("sm90_fwd_e4m3_d64_band", hopper_row(DType::kE4m3, 64, MaskKind::kBand), 140288),
+    entry("sm80_fwd_bf16_d128_band", ampere_row(kBf16, 128), 98816),
+    entry("sm80_fwd_bf16_d64_band", ampere_row(kBf16, 64), 49664),
+    entry("sm80_fwd_fp16_d128_band", ampere_row(kFp16, 128), 98816),
 };
 
 template <size_t... I>

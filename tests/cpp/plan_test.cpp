@@ -77,15 +77,35 @@ void grid_follows_the_device() {
   expect_equal(plan_call(call).plan.grid, 112, "grid with 20 reserved SMs");
   call.params.options.reserve_sms = 1000;
   expect_equal(plan_call(call).plan.grid, 1, "grid with every SM reserved");
-  // Two blocks of 128 threads may hold all registers; without a reserve there is one per tile.
+  // Shared memory holds one block; without a reserve there is one per tile.
   call = Call(8, 4096, 4096, 16, 16, 128).a100();
   call.params.options.reserve_sms = 8;
-  expect_equal(plan_call(call).plan.grid, 200, "grid of an Ampere row with 8 reserved SMs");
+  expect_equal(plan_call(call).plan.grid, 100, "grid of an Ampere row with 8 reserved SMs");
   call = Call(70000, 128, 64, 16, 16, 128).h200();
   expect_equal(plan_call(call).plan.order.num_tiles, 1120000, "tiles");
   call = Call(1 << 20, 1 << 15, 64, 16, 16, 128).h200();
   expect_equal(plan_call(call).status, FA_ERROR_UNSUPPORTED, "status of more than 2^31 tiles");
   expect_contains(last_error(), "Split the call along the batch");
+}
+
+// Lengths that only the device knows: blocks take tiles from a counter, if there are many.
+void counted_tiles() {
+  const auto counted = [](Call call) {
+    const Planned p = plan_call(call);
+    expect(p.status == FA_OK, last_error());
+    uint32_t counter = 0;
+    const FwdArgs f = bind(p.plan, p.problem, &counter).fwd;
+    expect_equal(static_cast<long long>(p.plan.workspace_bytes), p.plan.counted ? 4 : 0, "bytes");
+    expect(f.next_tile == (p.plan.counted ? &counter : nullptr), "the counter's place");
+    return p.plan.counted;
+  };
+  expect(counted(packed(Call(1, 0, 0, 8, 8, 128), 5, 5000, 3000).h200()), "44 tiles x 8 heads");
+  expect(!counted(packed(Call(1, 0, 0, 8, 8, 128), 5, 1000, 3000).h200()), "13 tiles x 8 heads");
+  expect(!counted(packed(Call(1, 0, 0, 8, 8, 128), 5, 5000, 3000).a100()), "one block per tile");
+  Call dense = Call(8, 4096, 4096, 16, 16, 128).h200();
+  expect(!counted(dense), "the plan knows the lengths");
+  dense.params.seq.used_k = some_array();
+  expect(counted(dense), "used lengths");
 }
 
 void arguments() {
@@ -298,6 +318,7 @@ void description() {
 int main() {
   golden_plans();
   grid_follows_the_device();
+  counted_tiles();
   arguments();
   scores();
   backward_plans();

@@ -155,6 +155,56 @@ void ampere_tiles_by_device() {
       }
 }
 
+// Tiles of fewer rows for short sequences and few heads, tiles of more for long ones.
+void rows_by_length() {
+  constexpr auto narrow = [](MaskKind mask, ScoreKind score) {
+    KernelConfig row = hopper_row(kBf16, 64, mask);
+    row.tile_m = 128;
+    row.warps = 12;
+    row.score = score;
+    return row;
+  };
+  static constexpr std::array kMore = {
+      entry("m128", narrow(MaskKind::kBand, ScoreKind::kScale), 115712),
+      entry("any", narrow(MaskKind::kBand, ScoreKind::kAny), 115712),
+  };
+  std::vector<const KernelEntry*> table(kTable.begin(), kTable.end());
+  for (const KernelEntry& row : kMore) table.push_back(&row);
+  const Table rows(table);
+  const char* wide = "sm90_fwd_bf16_d64_band";
+  for (int length : {64, 512, 1024})
+    expect_row(Call(16, length, length, 32, 32, 64).causal().h200(), "m128", rows);
+  for (int length : {4096, 8192, 16384, 100000})
+    expect_row(Call(16, length, length, 32, 32, 64).causal().h200(), wide, rows);
+  // The order of the rows in the table decides nothing.
+  std::vector<const KernelEntry*> backwards(table.rbegin(), table.rend());
+  expect_row(Call(16, 1024, 1024, 32, 32, 64).causal().h200(), "m128", Table(backwards));
+  expect_row(Call(1, 16384, 16384, 32, 32, 64).causal().h200(), wide, Table(backwards));
+  // Fewer tiles than multiprocessors: the smaller ones end sooner.
+  expect_row(Call(1, 2048, 2048, 4, 4, 64).causal().h200(), "m128", rows);
+  // Packed: by the average length, never by the hint of the longest.
+  for (int hint : {0, 128, 16384})
+    for (int batch : {1, 256}) {
+      Call packed = Call(batch, 0, 0, 32, 32, 64).causal().h200();
+      packed.params.seq.cu_q = packed.params.seq.cu_k = some_array();
+      packed.params.shape.total_q = packed.params.shape.total_k = 16384;
+      packed.params.shape.seqlen_q = packed.params.shape.seqlen_k = hint;
+      packed.params.lse.stride_head = 16384;
+      expect_row(packed, batch == 1 ? wide : "m128", rows);
+    }
+  // What the lengths would decide is decided without them; scores by what they need.
+  for (int length : {64, 1024, 16384}) {
+    Call call = Call(1, length, length, 2, 2, 64).causal().h200();
+    call.params.score.softcap = 3;
+    expect_row(call, "any", rows);
+    call.params.options.batch_invariant = 1;
+    expect_row(call, "any", rows);
+    call.params.score.softcap = 0;
+    expect_row(call, wide, rows);
+    expect_row(call, wide, Table(backwards));
+  }
+}
+
 void rows_by_device() {
   expect_row(Call(2, 512, 512, 8, 8, 128).a100(), "sm80_fwd_bf16_d128_band");
   expect_row(Call(2, 512, 512, 8, 8, 128).h200(80), "sm80_fwd_bf16_d128_band");
@@ -162,7 +212,7 @@ void rows_by_device() {
   // A GPU with little shared memory loses the rows that need more, and is told so.
   expect_row(Call(2, 512, 512, 8, 8, 64).device(20, 50000), "sm80_fwd_bf16_d64_band");
   expect_refused(Call(2, 512, 512, 8, 8, 128).device(20, 50000), FA_ERROR_UNSUPPORTED,
-                 "needs 65536 bytes of shared memory, a block of the device may have 50000");
+                 "needs 98816 bytes of shared memory, a block of the device may have 50000");
 }
 
 void hopper_takes_device_lengths() {
@@ -312,6 +362,7 @@ int main() {
   rows_by_dim();
   rows_of_wide_heads();
   ampere_tiles_by_device();
+  rows_by_length();
   rows_by_device();
   hopper_takes_device_lengths();
   hopper_falls_back();

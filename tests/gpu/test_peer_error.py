@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Is our error at most FlashAttention 3's on the same inputs? Against fp64, over kinds of values.
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+
+import harness
+import pytest
+import torch
+from harness import randn
+from torch import Tensor
+
+import fa
+from fa import reference
+
+LENGTH = 2048
+
+
+def outliers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
+    """Standard normal; one value in a thousand ten times as large."""
+    x = randn(*shape, dtype=dtype, seed=seed)
+    chosen = randn(*shape, dtype=torch.float32, seed=seed + 100) > 3.09
+    return torch.where(chosen, x * 10, x)
+
+
+def scaled(factor: float) -> Callable[..., Tensor]:
+    return lambda *shape, dtype, seed: randn(*shape, dtype=dtype, seed=seed) * factor
+
+
+VALUES = {"normal": scaled(1), "x3": scaled(3), "x20": scaled(20), "outliers": outliers}
+
+
+def peer() -> Callable[..., Tensor]:
+    """flash_attn_func of FlashAttention 3; skips where it cannot be imported."""
+    for name in ("fa3_fwd_interface", "flash_attn_interface"):
+        try:
+            return importlib.import_module(name).flash_attn_func
+        except (ImportError, AttributeError, OSError):
+            continue
+    pytest.skip("FlashAttention 3 cannot be imported: nothing to compare with")
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_error_against_fp64(
+    dtype: torch.dtype, dim: int, values: str, causal: bool, cuda_only: None
+) -> None:
+    if "sm90" not in harness.backends():
+        pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
+    function = peer()
+    q, k, v = (VALUES[values](1, LENGTH, 4, dim, dtype=dtype, seed=n) for n in range(3))
+    exact, _ = reference.attention(q, k, v, causal=causal)
+    with fa.backend("sm90"), torch.no_grad():
+        ours = fa.attention(q, k, v, causal=causal)
+    answer = function(q, k, v, causal=causal)
+    theirs = answer[0] if isinstance(answer, tuple) else answer
+    errors = [(x.double() - exact).flatten() for x in (ours, theirs)]
+    rms = [float(e.square().mean().sqrt()) for e in errors]
+    top = [float(e.abs().max()) for e in errors]
+    print(
+        f"{dtype} D{dim} {values} {'causal' if causal else 'full'}: rms {rms[0]:.3e} / {rms[1]:.3e}"
+        f" = {rms[0] / rms[1]:.4f}, largest {top[0]:.3e} / {top[1]:.3e}"
+    )
+    assert rms[0] <= 1.005 * rms[1], f"rms error {rms[0]:.4e}, FlashAttention 3 has {rms[1]:.4e}"
+    # The largest of a million errors is a matter of luck within one unit of the last place.
+    unit = torch.finfo(dtype).eps * float(exact.abs().max()) / 2
+    assert top[0] <= top[1] + unit, f"largest error {top[0]:.4e}, FlashAttention 3 has {top[1]:.4e}"
