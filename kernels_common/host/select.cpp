@@ -24,7 +24,7 @@ bool fits_tensor_map(const TensorArg& t, int element_bytes) {
 // The products of a backward read their operands from shared memory, the less often the larger the
 // tile.
 float traffic(const KernelConfig& row) {
-  return 1 + 32.0f / static_cast<float>(row.tile_m) + 32.0f / static_cast<float>(row.tile_n);
+  return 1 + 64.0f / static_cast<float>(row.tile_m) + 64.0f / static_cast<float>(row.tile_n);
 }
 
 // Ampere rows hide latencies behind the other warps of a multiprocessor: four alone leave a third

@@ -27,8 +27,9 @@ struct BwdTypes {
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDim = kConfig.head_dim_qk;
   static constexpr int kWarps = kConfig.warps, kThreads = 32 * kWarps;
-  static constexpr int kStages = kConfig.stages;  // slots of Q and dO
-  static constexpr int kSlotsDs = 2;              // dS of this step and of the one before
+  static constexpr int kMinBlocks = kWarps <= 4 ? 2 : 1;  // per SM, what registers allow
+  static constexpr int kStages = kConfig.stages;          // slots of Q and dO
+  static constexpr int kSlotsDs = 2;                      // dS of this step and of the one before
   static constexpr int kPairs = kWarps / 2;
   static constexpr int kPairKeys = kTileN / kPairs;  // consecutive keys
   static constexpr int kSlabs = kPairKeys / 16;      // 16-row operands of mma.sync among them
@@ -37,14 +38,10 @@ struct BwdTypes {
   static constexpr bool kAny = kConfig.score == ScoreKind::kAny;
 
   // dQ = dS·K of a step: kDqWarpsM x kDqWarpsN warps, each with kDqSlabs slabs of 16 rows and
-  // kDqBlocks blocks of 16 columns, kDqWarpsN blocks apart. The second warps of the pairs do it,
-  // while the first ones make Pᵀ; all warps where half of them have too few registers.
-  static constexpr bool kAllAddDq =
-      kTileM * kDim / (32 * kPairs) + kSlabs * kDim / 2 > 192;  // registers: dQ, and dV or dK
-  static constexpr int kDqWarps = kAllAddDq ? kWarps : kPairs;
+  // kDqBlocks blocks of 16 columns, kDqWarpsN blocks apart.
   static constexpr int kDqWarpsM =
-      kDim / 16 % (kDqWarps / (kTileM / 32)) == 0 ? kTileM / 32 : kTileM / 16;
-  static constexpr int kDqWarpsN = kDqWarps / kDqWarpsM;
+      kDim / 16 % (kWarps / (kTileM / 32)) == 0 ? kTileM / 32 : kTileM / 16;
+  static constexpr int kDqWarpsN = kWarps / kDqWarpsM;
   static constexpr int kDqSlabs = kTileM / kDqWarpsM / 16;
   static constexpr int kDqBlocks = kDim / 16 / kDqWarpsN;
 
@@ -67,7 +64,7 @@ struct BwdTypes {
   static_assert(kDim == kDqWarpsN * kDqBlocks * 16, "dQ columns must divide among the warps");
   static_assert(kTileM % (kThreads / 8) == 0 && kTileN % (kThreads / 8) == 0,
                 "tile_m and tile_n must be multiples of 4 x warps");
-  static_assert(kConfig.dq == DqAdd::kAtomic && kConfig.dq_turns >= kDqWarps,
+  static_assert(kConfig.dq == DqAdd::kAtomic && kConfig.dq_turns >= kWarps,
                 "dq must be atomic and dq_turns at least the number of warps that add");
   static_assert(kStages == 1 || kStages == 2, "stages must be 1 or 2");
 

@@ -122,7 +122,7 @@ struct StepCursor {
 };
 
 template <class Row>
-__global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
+__global__ void __launch_bounds__(BwdTypes<Row>::kThreads, BwdTypes<Row>::kMinBlocks)
     fa_bwd(const __grid_constant__ BwdArgs args) {
   using T = BwdTypes<Row>;
   extern __shared__ __align__(128) unsigned char raw_smem[];
@@ -200,7 +200,7 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
       }
     }
     __syncthreads();
-    if (step.adds_dq()) step.add_dq(ds ^ 1, tile_before);
+    step.add_dq(ds ^ 1, tile_before);
     tile = state.index;
     __syncthreads();  // nobody reads K any more
     store_sum(step, args, state, cute::cast_smem_ptr_to_uint(step.values() ? smem.v : smem.k),

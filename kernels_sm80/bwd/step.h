@@ -78,16 +78,15 @@ class BwdStep {
 
   // Query block m of head `in_group` of the group, whose rows lie in `slot`; dS goes to slot `ds`.
   // `tile_before`: workspace tile of the block before, whose dS is complete; -1: there is none.
-  // load_next() starts the loads of the next step; behind the first products, which need not wait
-  // for its instructions.
+  // load_next() starts the loads of the next step.
   //
   // Each half of Pᵀ is handed over as soon as it is there. The second half is made beside the
   // products with the first one, so that exponentials and tensor cores work at the same time.
   template <class LoadNext>
   FA_DEVICE void run(int in_group, int m, int slot, int ds, int tile_before, LoadNext load_next) {
+    load_next();
     if (!values() && tile_before >= 0) add_dq(ds ^ 1, tile_before);
     product_of_rows(slot);
-    load_next();
     if constexpr (T::kAny)
       if (values()) apply_score(in_group, m);
     if (m < state_.range.full_begin || m >= state_.range.full_end) hide(m);
@@ -100,46 +99,43 @@ class BwdStep {
       if constexpr (T::kAny) {
         weights(in_group, m, statistics, first);
         pair_arrive(pair_);
-        if (T::kAllAddDq && tile_before >= 0) add_dq(ds ^ 1, tile_before);
-        product_into_sum(slot, [](int) {});
-        return;
-      }
-      CUTE_UNROLL
-      for (int u = 0; u < kUnits; ++u) probabilities(u, statistics, first);
-      pair_arrive(pair_);
-      if constexpr (T::kAllAddDq) {
-        CUTE_UNROLL
-        for (int u = kUnits; u < 2 * kUnits; ++u) probabilities(u, statistics, first);
-        pair_arrive(pair_ + T::kPairs);
-        if (tile_before >= 0) add_dq(ds ^ 1, tile_before);
-        product_into_sum(slot, [](int) {});
+        product_into_sum<0>(slot, [](int) {});
       } else {
-        product_into_sum(slot, [&](int t) {
-          units_at(t, 0, [&](int u) { probabilities(kUnits + u, statistics, first); });
+        load_statistics(0, statistics);
+        CUTE_UNROLL
+        for (int u = 0; u < kUnits; ++u) probabilities(u, first);
+        pair_arrive(pair_);
+        load_statistics(1, statistics);
+        product_into_sum<0>(slot, [&](int t) {
+          units_at(t, 0, [&](int u) { probabilities(kUnits + u, first); });
           if (t == kHalfSteps / 2 - 1) pair_arrive(pair_ + T::kPairs);
         });
       }
+      if (tile_before >= 0) add_dq(ds ^ 1, tile_before);
     } else {
+      load_statistics(0, statistics);
       pair_wait(pair_);
+      load_weights(0, first);
       CUTE_UNROLL
-      for (int u = 0; u < kUnits; ++u) derivatives(u, statistics, first);
-      product_into_sum(slot, [&](int t) {
-        if (!T::kAny && t == kHalfSteps / 2 - 1) pair_wait(pair_ + T::kPairs);
-        units_at(t, kHalfSteps / 2, [&](int u) { derivatives(kUnits + u, statistics, first); });
+      for (int u = 0; u < kUnits; ++u) derivatives(u, first);
+      product_into_sum<0>(slot, [&](int t) {
+        if (t == kHalfSteps / 2 - 1) {
+          if (!T::kAny) pair_wait(pair_ + T::kPairs);
+          load_weights(1, first);
+          load_statistics(1, statistics);
+        }
+        units_at(t, kHalfSteps / 2, [&](int u) { derivatives(kUnits + u, first); });
       });
     }
+    product_into_sum<1>(slot, [](int) {});
   }
-
-  // Is add_dq() work for this warp?
-  FA_DEVICE bool adds_dq() const { return T::kAllAddDq || !values(); }
 
   // dQ of the block whose dS lies in slot `ds`, added to the sums of workspace tile `tile`.
   FA_DEVICE void add_dq(int ds, int tile) {
     constexpr int kSteps = T::kTileN / 16, kTotal = kSteps * T::kDqBlocks;
     typename T::template Accumulator<T::kDqSlabs, T::kDqBlocks * 16> dq;
     cute::clear(dq);
-    const int thread = thread_index(), lane = thread % 32;
-    const int warp = T::kAllAddDq ? thread / 32 : pair_;
+    const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
     const int warp_m = warp / T::kDqWarpsN, warp_n = warp % T::kDqWarpsN;
     // dS lies transposed: 16 keys x 16 query rows, and each 8 x 8 matrix is turned on its way.
     const uint32_t rows =
@@ -277,19 +273,35 @@ class BwdStep {
                             m * T::kTileM + acc_first_col(lane), values() ? -INFINITY : 0.f);
   }
 
-  // Units of 16 keys x 8 query rows: number u is row block u / kSlabs, slab u % kSlabs.
+  // What the units of half of the query rows read, at once: one by one, each would wait for it.
   // `statistics`: address of LSE or delta of this lane's first row.
+  FA_DEVICE void load_statistics(int half, uint32_t statistics) {
+    CUTE_UNROLL
+    for (int i = 0; i < kRowBlocks / 2; ++i)
+      rows_[i] = load_shared_pair(statistics + (half * (kRowBlocks / 2) + i) * 32);
+  }
+  // Pᵀ of the other warp, into the place of dSᵀ.
+  FA_DEVICE void load_weights(int half, uint32_t first) {
+    CUTE_UNROLL
+    for (int u = half * kUnits; u < (half + 1) * kUnits; ++u) {
+      const int n = u / T::kSlabs, s = u % T::kSlabs;
+      operand_[s][n][0] = load_shared(pair_address(first, n, s, 0));
+      operand_[s][n][1] = load_shared(pair_address(first, n, s, 1));
+    }
+  }
+
+  // Units of 16 keys x 8 query rows: number u is row block u / kSlabs, slab u % kSlabs.
 
   // Pᵀ from Sᵀ, to registers and to shared memory.
-  FA_DEVICE void probabilities(int u, uint32_t statistics, uint32_t first) {
+  FA_DEVICE void probabilities(int u, uint32_t first) {
     const int n = u / T::kSlabs, s = u % T::kSlabs;
-    if (s == 0) rows_ = load_shared_pair(statistics + n * 32);
+    const float2 rows = rows_[n % (kRowBlocks / 2)];
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       const float p0 =
-          exp2_approx(scores_(cute::make_coord(0, h), s, n) * args_.scale_log2 - rows_.x);
+          exp2_approx(scores_(cute::make_coord(0, h), s, n) * args_.scale_log2 - rows.x);
       const float p1 =
-          exp2_approx(scores_(cute::make_coord(1, h), s, n) * args_.scale_log2 - rows_.y);
+          exp2_approx(scores_(cute::make_coord(1, h), s, n) * args_.scale_log2 - rows.y);
       operand_[s][n][h] = pack_pair<T::kType>(p0, p1);
       store_shared(pair_address(first, n, s, h), operand_[s][n][h]);
     }
@@ -390,13 +402,13 @@ class BwdStep {
   }
 
   // dSᵀ from dPᵀ and the other warp's Pᵀ, to registers and over Pᵀ.
-  FA_DEVICE void derivatives(int u, uint32_t statistics, uint32_t first) {
+  FA_DEVICE void derivatives(int u, uint32_t first) {
     const int n = u / T::kSlabs, s = u % T::kSlabs;
-    if (s == 0) rows_ = load_shared_pair(statistics + n * 32);
+    const float2 rows = rows_[n % (kRowBlocks / 2)];
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       const uint32_t at = pair_address(first, n, s, h);
-      const uint32_t packed = load_shared(at);
+      const uint32_t packed = operand_[s][n][h];
       float2 p = unpack_pair<T::kType>(packed);
       float dp0 = scores_(cute::make_coord(0, h), s, n),
             dp1 = scores_(cute::make_coord(1, h), s, n);
@@ -405,7 +417,7 @@ class BwdStep {
         dp1 = packed & 0x80000000u ? 0.f : dp1 * args_.dropout.keep_scale;
         p = make_float2(fabsf(p.x), fabsf(p.y));
       }
-      operand_[s][n][h] = pack_pair<T::kType>(p.x * (dp0 - rows_.x), p.y * (dp1 - rows_.y));
+      operand_[s][n][h] = pack_pair<T::kType>(p.x * (dp0 - rows.x), p.y * (dp1 - rows.y));
       store_shared(at, operand_[s][n][h]);
     }
   }
@@ -421,14 +433,14 @@ class BwdStep {
       if (u * kSpread / kUnits == t - from) run(u);
   }
 
-  // dV += Pᵀ·dO or dK += dSᵀ·Q; beside(t) runs after step t of 2 kHalfSteps, one half of the query
-  // rows after the other.
-  template <class Beside>
+  // dV += Pᵀ·dO or dK += dSᵀ·Q, with one half of the query rows; beside(t) runs after step t of
+  // kHalfSteps.
+  template <int kHalf, class Beside>
   FA_DEVICE void product_into_sum(int slot, Beside beside) {
-    constexpr int kTiles = T::kDim / 16, kTotal = 2 * kHalfSteps;
-    const uint32_t rows = smem_ + uint32_t(offsetof(Smem, q)) +
-                          ((part_ ^ 1) * T::kStages + slot) * kRowBytes +
-                          lane_offset_rows<T::kTileM>(thread_index() % 32);
+    constexpr int kTiles = T::kDim / 16;
+    const uint32_t rows =
+        smem_ + uint32_t(offsetof(Smem, q)) + ((part_ ^ 1) * T::kStages + slot) * kRowBytes +
+        kHalf * (T::kTileM / 2 * 128) + lane_offset_rows<T::kTileM>(thread_index() % 32);
     uint32_t b[kAhead + 1][4];
     auto load_b = [&](int t) {
       load_matrix_transposed(Rows::step_columns(rows, t % kTiles) + t / kTiles * 16 * 128,
@@ -437,9 +449,9 @@ class BwdStep {
     CUTE_UNROLL
     for (int t = 0; t < kAhead; ++t) load_b(t);
     CUTE_UNROLL
-    for (int t = 0; t < kTotal; ++t) {
-      if (t + kAhead < kTotal) load_b(t + kAhead);
-      const int j = t / kTiles;
+    for (int t = 0; t < kHalfSteps; ++t) {
+      if (t + kAhead < kHalfSteps) load_b(t + kAhead);
+      const int j = kHalf * (T::kTileM / 32) + t / kTiles;
       CUTE_UNROLL
       for (int s = 0; s < T::kSlabs; ++s) {
         const uint32_t a[4] = {operand_[s][2 * j][0], operand_[s][2 * j][1],
@@ -456,7 +468,7 @@ class BwdStep {
   int part_, pair_;
   typename T::template Accumulator<T::kSlabs, T::kTileM> scores_;  // Sᵀ or dPᵀ
   uint32_t operand_[T::kSlabs][kRowBlocks][2];                     // Pᵀ or dSᵀ, 16-bit pairs
-  float2 rows_;                                                    // LSE or delta of a unit's rows
+  float2 rows_[kRowBlocks / 2];                                    // LSE or delta of half of them
 };
 
 }  // namespace fa::sm80

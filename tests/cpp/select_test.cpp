@@ -155,6 +155,52 @@ void ampere_tiles_by_device() {
       }
 }
 
+// Backward: the largest tiles that shared memory holds, the score `any` only where it is asked for
+// or where nothing else fits; whatever the order of the table.
+void backward_tiles_by_device() {
+  constexpr auto row = [](int dim, int tile_m, int tile_n, int warps,
+                          ScoreKind score = ScoreKind::kScale) {
+    KernelConfig r = backward_row(80, kBf16, dim);
+    r.tile_m = tile_m;
+    r.tile_n = tile_n;
+    r.warps = warps;
+    r.score = score;
+    return r;
+  };
+  static constexpr std::array kRows80 = {
+      entry("d128", row(128, 64, 128, 8), 165000),
+      entry("d128_any", row(128, 64, 128, 8, ScoreKind::kAny), 165000),
+      entry("d128_k100", row(128, 64, 64, 8), 82700),
+      entry("d256", row(256, 64, 64, 8), 214000),
+      entry("d256_any", row(256, 64, 64, 8, ScoreKind::kAny), 148200),
+      entry("d256_k100", row(256, 32, 32, 4), 74100),
+  };
+  std::vector<const KernelEntry*> table;
+  for (const KernelEntry& r : kRows80) table.push_back(&r);
+  const std::vector<const KernelEntry*> backwards(table.rbegin(), table.rend());
+  const struct {
+    int sms, smem;
+    const char *d128, *d128_capped, *d256;
+  } devices[] = {{108, 166912, "d128", "d128_any", "d256_any"},
+                 {128, 101376, "d128_k100", "", "d256_k100"},
+                 {132, 232448, "d128", "d128_any", "d256"}};
+  for (const auto& d : devices)
+    for (int length : {64, 200, 1024, 16384})
+      for (const auto& rows : {table, backwards}) {
+        const auto expect_backward = [&](int dim, float softcap, const char* id) {
+          Call call = Call(2, length, length, 8, 8, dim).device(d.sms, d.smem, 80).backward();
+          call.params.score.softcap = softcap;
+          const Planned p = plan_backward_call(call, Table(rows));
+          const std::string got = p.status == FA_OK ? p.id() : "";
+          expect(got == id, std::source_location::current(), "row is \"%s\", expected \"%s\"",
+                 got.c_str(), id);
+        };
+        expect_backward(128, 0, d.d128);
+        expect_backward(128, 30, d.d128_capped);
+        expect_backward(256, 0, d.d256);
+      }
+}
+
 // Tiles of fewer rows for short sequences and few heads, tiles of more for long ones.
 void rows_by_length() {
   constexpr auto narrow = [](MaskKind mask, ScoreKind score) {
@@ -362,6 +408,7 @@ int main() {
   rows_by_dim();
   rows_of_wide_heads();
   ampere_tiles_by_device();
+  backward_tiles_by_device();
   rows_by_length();
   rows_by_device();
   hopper_takes_device_lengths();
