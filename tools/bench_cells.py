@@ -383,11 +383,12 @@ def other_table(lines: Iterable[Record]) -> list[str]:
     chosen = [line for line in lines if line["op"] in ("host", "gemm", "copy")]
     if not chosen:
         return []
-    sdpa = next((n["median_ms"] for n in chosen if (n["op"], n["impl"]) == ("host", "sdpa")), None)
+    host = {line["impl"]: line["median_ms"] for line in chosen if line["op"] == "host"}
     rows = ["| what | who | figure | to SDPA |", "|---|---|---|---|"]
     for line in chosen:
         if line["op"] == "host":
             figure = f"{line['median_ms'] * 1000:.1f} µs per call"
+            sdpa = host.get("sdpa.train" if line["impl"].endswith(".train") else "sdpa")
             share = f"{line['median_ms'] / sdpa:.2f}" if sdpa else "–"
         elif line["op"] == "gemm":
             figure, share = f"{_number(line['tflops'])} TFLOP/s", ""

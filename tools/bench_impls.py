@@ -416,7 +416,10 @@ def _c_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], A
 
 
 def host_impls(device: str, dtype: torch.dtype) -> list[Impl]:
-    """B 1, S 128, H 8, D 128 by every entry; SDPA chooses its own kernel."""
+    """B 1, S 128, H 8, D 128 by every entry; SDPA chooses its own kernel.
+
+    "train": a forward that records, and its backward.
+    """
     shape = (1, 128, 8, 128)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
     qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
@@ -428,8 +431,23 @@ def host_impls(device: str, dtype: torch.dtype) -> list[Impl]:
         Impl("fa.attention", lambda: fa.attention(q, k, v)),
         Impl("fa.ops.forward", lambda: public(q, k, v)),
     ]
-    if device.startswith("cuda"):
-        impls.append(Impl("fa.c_call", _c_call(q, k, v)))
+    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
+    turned = [t.transpose(1, 2).detach().requires_grad_() for t in leaves]
+
+    def train(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Any:
+        with torch.enable_grad():
+            out = function(*inputs)
+            return torch.autograd.grad(out, inputs, out.detach())
+
+    impls.append(Impl("sdpa.train", lambda: train(sdpa, turned)))
+    if not device.startswith("cuda"):
+        return [*impls, Impl("fa.train", lambda: train(fa.attention, leaves))]
+    reason = fa.supports(*leaves)
+    if reason is True:
+        impls.append(Impl("fa.train", lambda: train(fa.attention, leaves)))
+    else:
+        print(f"host time of training is not measured: {reason}")
+    impls.append(Impl("fa.c_call", _c_call(q, k, v)))
     return impls
 
 

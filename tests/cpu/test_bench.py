@@ -193,7 +193,8 @@ def test_smoke_run(tmp_path: Path) -> None:
     assert modes == {("fa", False), ("fa", True), ("sdpa", False)}
     assert {x["impl"] for x in found if x["op"] == "forward"} == {"fa", "sdpa"}
     entries = {x["impl"] for x in found if x["op"] == "host"}
-    assert entries == {"sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward"}
+    both = {"sdpa", "sdpa.train", "fa.train"}
+    assert entries == {*both, "fa.raw_op", "fa.attention", "fa.ops.forward"}
     assert all(x["median_ms"] > 0 and x["repeats"] >= 3 for x in found)
     assert len({x["run_id"] for x in found}) == 1
     assert "geometric mean" in done.stdout
