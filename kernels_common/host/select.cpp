@@ -33,8 +33,9 @@ float traffic(const KernelConfig& row) {
 float residency(const KernelEntry& entry, const DeviceInfo& device) {
   if (entry.config.arch == 90) return 1.0f;
   const int warps = blocks_per_sm(entry, device) * entry.threads / 32;
-  if (warps < 8) return 1.3f;
-  return entry.threads > 128 ? 1.06f : 1.0f;
+  const float narrow = entry.config.tile_n < 64 ? 1.12f : 1.0f;  // D 128, 32 keys against 64
+  if (warps < 8) return 1.3f * narrow;
+  return (entry.threads > 128 ? 1.06f : 1.0f) * narrow;
 }
 
 // Row tiles of one head that are not empty: packed, sequences of the average length.
@@ -51,7 +52,8 @@ float worked_keys(const KernelConfig& row, const Problem& p) {
   const auto most = static_cast<float>(keys);
   // Ampere tiles of fewer rows are compared as if all had 128, or windows would always take them.
   const int rows = row.arch == 90 ? row.tile_m : std::max(128, row.tile_m);
-  const auto edge = 0.5f * static_cast<float>(rows + row.tile_n);
+  const int columns = row.arch == 90 ? row.tile_n : std::max(64, row.tile_n);
+  const auto edge = 0.5f * static_cast<float>(rows + columns);
   const bool right = p.band.right >= 0, left = p.band.left >= 0;
   float seen = most;
   if (left && right)

@@ -112,10 +112,11 @@ void rows_of_wide_heads() {
 // Head dim 256 on Ampere: blocks of four warps where a multiprocessor holds two of them or shared
 // memory is small, one of eight on a GPU of 8.0. No narrower call goes to the lower tiles.
 void ampere_tiles_by_device() {
-  constexpr auto row = [](int dim, int dim_v, int tile_m, int warps) {
+  constexpr auto row = [](int dim, int dim_v, int tile_m, int warps, int tile_n = 64) {
     KernelConfig r = ampere_row(kBf16, dim);
     r.head_dim_v = dim_v;
     r.tile_m = tile_m;
+    r.tile_n = tile_n;
     r.warps = warps;
     return r;
   };
@@ -125,7 +126,7 @@ void ampere_tiles_by_device() {
       entry("d256", row(256, 256, 64, 4), 99072),
       entry("d256_m128", row(256, 256, 128, 8), 132608),
       entry("d128", row(128, 128, 128, 4), 98816),
-      entry("d128_n32", row(128, 128, 128, 4), 66048),
+      entry("d128_n32", row(128, 128, 128, 4, 32), 66048),
   };
   std::vector<const KernelEntry*> table;
   for (const KernelEntry& r : kLow) table.push_back(&r);
@@ -138,21 +139,23 @@ void ampere_tiles_by_device() {
                  {"RTX 4090", 128, 101376, "d256", "d192x128", "d128"},
                  {"H200", 132, 232448, "d256", "d192x128", "d128"}};
   for (const auto& d : devices)
-    for (int length : {1, 64, 200, 1024, 16384})
-      for (bool invariant : {false, true}) {
-        const auto call = [&](int dim, int dim_v) {
-          Call c(2, length, length, 8, 8, dim);
-          c.params.shape.dim_v = dim_v;
-          c.params.options.batch_invariant = invariant;
-          return c.causal().device(d.sms, d.smem, 80);
-        };
-        expect_row(call(256, 256), d.wide, Table(table));
-        expect_row(call(200, 64), d.wide, Table(table));
-        expect_row(call(192, 192), "d192", Table(table));
-        expect_row(call(192, 128), d.latent, Table(table));
-        expect_row(call(128, 128), d.d128, Table(table));
-        expect_row(call(64, 64), "sm80_fwd_bf16_d64_band", Table(table));
-      }
+    for (int length : {1, 64, 200, 513, 1024, 16384})
+      for (int left : {-1, 0, 100})
+        for (bool invariant : {false, true}) {
+          const auto call = [&](int dim, int dim_v) {
+            Call c(2, length, length, 8, 8, dim);
+            c.params.shape.dim_v = dim_v;
+            c.params.options.batch_invariant = invariant;
+            c.params.mask.window_left = left;
+            return c.causal().device(d.sms, d.smem, 80);
+          };
+          expect_row(call(256, 256), d.wide, Table(table));
+          expect_row(call(200, 64), d.wide, Table(table));
+          expect_row(call(192, 192), "d192", Table(table));
+          expect_row(call(192, 128), d.latent, Table(table));
+          expect_row(call(128, 128), d.d128, Table(table));
+          expect_row(call(64, 64), "sm80_fwd_bf16_d64_band", Table(table));
+        }
 }
 
 // Backward: the largest tiles that shared memory holds, the score `any` only where it is asked for
