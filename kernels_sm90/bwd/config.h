@@ -22,6 +22,8 @@ struct BwdTypes {
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
   static constexpr bool kDkFromRegisters = kConfig.ds == DsFrom::kRegisters;
+  // dS needs P with more bits than bf16 has.
+  static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16;
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
   static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;
@@ -46,7 +48,7 @@ struct BwdTypes {
 
   // Registers per thread after setmaxnreg; a block starts with 168 each. A compute thread holds dV
   // and dK, P, and one of S and dP; two dozen are left for all else.
-  static constexpr int kDqRegisters = 88, kComputeRegisters = 208;
+  static constexpr int kDqRegisters = 72, kComputeRegisters = 216;
   static_assert(kDqRegisters + kComputes * kComputeRegisters == 504);
 
   using E = Element<kConfig.dtype>;

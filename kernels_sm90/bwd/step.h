@@ -24,7 +24,7 @@ class BwdStep {
 
  public:
   FA_DEVICE BwdStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
-      : smem_(smem), scale_log2_(args.scale_log2) {
+      : smem_(smem), scale_log2_(args.scale_log2), group_(args.group) {
     write_visible_rows(thread);
   }
 
@@ -193,12 +193,38 @@ class BwdStep {
     CUTE_UNROLL
     for (int c = 0; c < T::kTileM / 4; c += 2) {
       const float2 l = *reinterpret_cast<const float2*>(lse + acc_col(c));
+      uint32_t rest[2];
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r)
-        packed.data()[c + r] =
-            pack_pair<T::kConfig.dtype>(exp2_approx(view(r, c) * scale_log2_ - l.x),
-                                        exp2_approx(view(r, c + 1) * scale_log2_ - l.y));
+      for (int r = 0; r < 2; ++r) {
+        const float x = exp2_approx(view(r, c) * scale_log2_ - l.x);
+        const float y = exp2_approx(view(r, c + 1) * scale_log2_ - l.y);
+        packed.data()[c + r] = pack_pair<T::kConfig.dtype>(x, y);
+        if constexpr (T::kKeepRest) rest[r] = rest_of(packed.data()[c + r], x, y);
+      }
+      if constexpr (T::kKeepRest) rest_[c / 2] = __byte_perm(rest[0], rest[1], 0x5410);
     }
+  }
+
+  // Rounding P to bf16 would show in dS = P · (…) as three times the error of dK. The next 8 bits
+  // of every value are kept aside: a signed number to add to the bits of the fp32 value, above its
+  // last byte. Result: in bytes 0 and 1.
+  FA_DEVICE static uint32_t rest_of(uint32_t packed, float x, float y) {
+    const uint32_t low = __float_as_uint(x) - (packed << 16);
+    const uint32_t high = __float_as_uint(y) - (packed & 0xffff0000u);
+    return __byte_perm(low, high, 0x0051);
+  }
+  // Bytes by number; 4 to 7: zero; 8 + b: the sign of byte b. __byte_perm knows no signs.
+  FA_DEVICE static uint32_t bytes(uint32_t x, uint32_t selector) {
+    uint32_t y;
+    asm("prmt.b32 %0, %1, 0, %2;" : "=r"(y) : "r"(x), "r"(selector));
+    return y;
+  }
+  // The two values again; `r`: which half of `rest`.
+  FA_DEVICE static float2 with_rest(uint32_t packed, uint32_t rest, int r, uint32_t zero) {
+    const uint32_t low = bytes(rest, (r == 0 ? 0x8804 : 0xaa24) + zero);
+    const uint32_t high = bytes(rest, (r == 0 ? 0x9914 : 0xbb34) + zero);
+    return float2{__uint_as_float((packed << 16) + low),
+                  __uint_as_float(bytes(packed, 0x3244 + zero) + high)};
   }
 
   // `row`: of view column 0.
@@ -229,8 +255,11 @@ class BwdStep {
     issue_ss<cute::GMMA::ScaleOut::Zero>(typename T::MmaDp{}, v, 0, dout, do_slot, dp);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dp);
+    // Always 0, which the compiler cannot know: what is computed from it waits for dP. It would
+    // else keep all of P in fp32 beside dP, for which there are no registers.
+    const uint32_t zero = (__float_as_uint(dp.data()[0]) & group_) >> 31;
     CUTE_UNROLL
-    for (int i = 0; i < T::kTileM / 16; ++i) store_ds<Edge>(dp, i);
+    for (int i = 0; i < T::kTileM / 16; ++i) store_ds<Edge>(dp, i, zero);
     fence_async_shared();
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(&smem_.ds_slots.full[ds_slot]);
@@ -239,7 +268,7 @@ class BwdStep {
   // dSᵀ of 16 rows to shared memory, for the products that make dQ and dK. Lane l addresses row
   // l % 16 of a 16 x 16 block, column half l / 16; the swizzle is chunk ^ row % 8.
   template <class Edge>
-  FA_DEVICE void store_ds(const Score& dp, int i) {
+  FA_DEVICE void store_ds(const Score& dp, int i, uint32_t zero) {
     const auto view = acc_view(dp);  // (2 keys, tile_m / 4 rows)
     const float* delta = smem_.delta[slot<T::kSlots>(at_)] + acc_first_col(lane()) + 16 * i;
     const auto p = cute::recast<uint32_t>(p_);
@@ -250,7 +279,8 @@ class BwdStep {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const int c = 4 * i + 2 * half;
-        const float2 prob = unpack_pair<T::kConfig.dtype>(p.data()[c + r]);
+        const float2 prob = T::kKeepRest ? with_rest(p.data()[c + r], rest_[c / 2], r, zero)
+                                         : unpack_pair<T::kConfig.dtype>(p.data()[c + r]);
         float x = prob.x * (view(r, c) - d.x), y = prob.y * (view(r, c + 1) - d.y);
         if constexpr (Edge::kMasked) {
           x = prob.x == 0.f ? 0.f : x;
@@ -301,10 +331,12 @@ class BwdStep {
 
   BwdSmem<Row>& smem_;
   float scale_log2_;
+  int group_;
   uint32_t at_ = 0;             // blocks before the one whose P and dS are held
   typename T::DvAcc dv_;        // ((2, 2, dim_v / 8), 1, 1)
   typename T::DkAcc dk_;        // ((2, 2, dim_qk / 8), 1, 1)
   typename T::Operand p_, ds_;  // (MMA, 1, MMA_K): 16-bit
+  uint32_t rest_[T::kKeepRest ? T::kTileM / 8 : 1];  // of P: 8 more bits of four values each
 };
 
 }  // namespace fa::sm90
