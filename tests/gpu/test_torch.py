@@ -215,7 +215,7 @@ BAD: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "descale": (
         lambda q, k, v: FORWARD(q, k, v, k_descale=randn(2, 2, dtype=torch.float32)),
-        NotImplementedError,
+        ValueError,
         "descale",
     ),
     "head dim": (
