@@ -49,7 +49,15 @@ class Expected:
     floor: dict[str, float]  # errors of fp32 sums, which the yardstick need not have
 
 
-def expected(inputs: Inputs, backward: bool | None = None) -> Expected:
+def expected(
+    inputs: Inputs,
+    backward: bool | None = None,
+    handed: tuple[Tensor, Tensor] | None = None,
+) -> Expected:
+    """`handed`: out and lse that a backward was handed; default: the right ones, rounded.
+
+    They must be right by themselves, which assert_result() checks if the result holds them.
+    """
     backward = inputs.case.backward if backward is None else backward
     plain = _Attention(inputs, inputs.q.dtype, backward)
     # fp64 copies: autograd would round the gradient of a 16-bit leaf.
@@ -60,9 +68,9 @@ def expected(inputs: Inputs, backward: bool | None = None) -> Expected:
         # A backward is handed the rounded out and lse: it takes dO.O from the one and P from the
         # other. What these roundings change in an exact backward is no implementation's error.
         # A shift of dO.O acts like one of dlse; P times (1 + e) like the row's gradients times it.
-        rounded = exact.out.to(inputs.out_dtype)
-        shift = (inputs.dout.double() * (exact.out - rounded)).sum(-1).transpose(-1, -2)
-        factor = torch.exp(exact.lse - exact.lse.float()).nan_to_num(1.0)  # [..., heads, rows]
+        out, lse = handed or (exact.out.to(inputs.out_dtype), exact.lse.float())
+        shift = (inputs.dout.double() * (exact.out - out)).sum(-1).transpose(-1, -2)
+        factor = torch.exp(exact.lse - lse).nan_to_num(1.0)  # [..., heads, rows]
         dlse = (shift if inputs.dlse is None else inputs.dlse + shift) * factor
         given = wide.result(inputs.dout * factor.transpose(-1, -2)[..., None], dlse)
         for name, error in _errors(given, exact).items():

