@@ -88,7 +88,8 @@ fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) 
   const auto num_keys = static_cast<int32_t>(no_key ? 0 : tiles_n * heads_k);
   const int heads = static_cast<int>(heads_k);
   plan->num_splits = 1;
-  plan->rows = TileOrder{static_cast<int32_t>(tiles_m), static_cast<int32_t>(heads_q), 1, num_rows};
+  plan->rows = TileOrder{static_cast<int32_t>(p.empty() ? 0 : tiles_m),
+                         static_cast<int32_t>(heads_q), 1, num_rows};
   plan->order = TileOrder{static_cast<int32_t>(tiles_n), heads,
                           no_key ? 1 : section_heads(row, p, device, heads), num_keys};
   // The keys of a tile stay in a block; the next block starts wherever one ends. Reserved
