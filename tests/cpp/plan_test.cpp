@@ -220,6 +220,9 @@ void backward_plans() {
   expect(convert_jobs(bind_backward(p.plan, p.problem, memory).bwd).clears == 0,
          "nothing is added to rows that are no key");
 
+  p = plan_backward_call(packed(Call(1, 0, 0, 8, 4, 128).h200().backward(), 5, 0, 3000));
+  expect(p.plan.rows.tiles_m == 0 && p.plan.rows.num_tiles == 0 && p.plan.grid > 0,
+         "without packed rows there are no parts of dsinks to sum");
   p = plan_backward_call(Call(2, 0, 256, 4, 4, 128).h200().backward());
   expect(p.status == FA_OK, last_error());
   expect(p.plan.rows.num_tiles == 0 && p.plan.grid == 16 && p.plan.workspace_bytes == 0,

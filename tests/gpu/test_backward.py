@@ -156,6 +156,21 @@ def test_rows_that_are_none_get_zeros(backend: str) -> None:
     assert (result.dk[40:] == 0).all() and (result.dv[40:] == 0).all()
 
 
+@gradients.each_backend()
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+def test_no_query_row(backend: str, packed: bool) -> None:
+    """dK, dV and dsinks are written all the same: zeros."""
+    case = Case(q=(0, 0), k=(40, 3), heads_q=4, sinks="fp32", slack_k=5)
+    if not packed:
+        case = Case(batch=2, q=0, k=40, heads_q=4, sinks="same")
+    inputs = case.make(DEVICE)
+    harness.fill_free_memory(0.1)
+    result = gradients.call_guarded(inputs, backend, *gradients.forward(inputs))
+    assert result.dq.numel() == 0
+    for grad in (result.dk, result.dv, result.dsinks):
+        assert (grad == 0).all()
+
+
 # ---- buffers -------------------------------------------------------------------------------------
 
 ONE = Case(batch=2, heads_q=4, heads_k=2, q=130, k=200, dim=128, causal=True, dlse=True)
