@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import fa
 import host_build
 from fa import _abi, _backend, _buffers, _cuda, _layout, _lib, _schemas, _shim, _validate
 
@@ -408,3 +409,29 @@ def test_registers_for_cuda_on_request(shim: ctypes.CDLL) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "torch_ops.cpp" in next(x for x in done.stdout.splitlines() if x.startswith("CUDA:"))
+
+
+def test_explain_plans_the_backward_of_a_call_that_records(shim: ctypes.CDLL) -> None:
+    q, k, v = (t.clone().requires_grad_() for t in tensors(2, 300, 500, 4, 2, 128))
+    text = fa.explain(q, k, v, causal=True, deterministic=True, device="h200")
+    assert "row        sm90_fwd_bf16_d128_band" in text
+    assert "row        sm90_bwd_bf16_d128_band" in text
+    assert "ascending (deterministic)" in text
+    with torch.no_grad():
+        assert "_bwd_" not in fa.explain(q, k, v, causal=True, device="h200")
+    # The Hopper row has no softcap; no backward row of this table has one.
+    text = fa.explain(q, k, v, softcap=3.0, device="h200")
+    assert "score is `scale`: no softcap" in text
+
+
+def test_workspace_of_a_backward_is_dq_and_two_floats_a_row(shim: ctypes.CDLL) -> None:
+    q, k, v = tensors(2, 300, 500, 4, 2, 128)
+    grad = _abi.Gradients(q, q, k, v)
+    h200 = {"force_arch": 90, "sm_count": 132, "smem_limit": 232448}
+    params = _abi.params_from_tensors(q, k, v, q, grad=grad, addresses=False, **h200)
+    padded_rows = 2 * 4 * 320  # tiles of 64
+    assert _lib.workspace_size(_lib.BACKWARD, params) == padded_rows * (128 + 2) * 4
+    wide = _abi.Gradients(q.float(), q, k, v)
+    params = _abi.params_from_tensors(q, k, v, q, grad=wide, addresses=False, **h200)
+    rounded = 2 * 300 * 4 * 128 * 2
+    assert _lib.workspace_size(_lib.BACKWARD, params) == padded_rows * 130 * 4 + rounded
