@@ -54,6 +54,19 @@ def strides_like_order(t: torch.Tensor, shape: Sequence[int]) -> tuple[int, ...]
     return tuple(strides)
 
 
+def pad_head_dim(t: torch.Tensor) -> torch.Tensor:
+    """A last dim that is no multiple of 8 filled up with zeros: to one of 8, e4m3 to one of 16.
+
+    Kernels need rows of a multiple of 16 bytes.
+    """
+    if t.shape[-1] % 8 == 0:
+        return t
+    if t.dtype.itemsize > 1:
+        return torch.nn.functional.pad(t, (0, -t.shape[-1] % 8))
+    bytes_of = torch.nn.functional.pad(t.view(torch.uint8), (0, -t.shape[-1] % 16))
+    return bytes_of.view(t.dtype)
+
+
 def empty_like_order(
     t: torch.Tensor, shape: Sequence[int], dtype: torch.dtype | None = None
 ) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
-from fa._layout import empty_like_order, lse_dtype
+from fa._layout import empty_like_order, lse_dtype, pad_head_dim
 from fa._validate_types import argument_types
 from fa.functional import window_options
 
@@ -90,10 +90,7 @@ class _Call:
         options = dict(self.options)
         if options.get("softmax_scale") is None:
             options["softmax_scale"] = self.q.shape[-1] ** -0.5
-        q, k, v = (
-            torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) if t.shape[-1] % 8 else t
-            for t in (self.q, self.k, self.v)
-        )
+        q, k, v = (pad_head_dim(t) for t in (self.q, self.k, self.v))
         grad = None
         if backward:
             dout = empty_like_order(q, (*q.shape[:-1], v.shape[-1]))

@@ -28,7 +28,7 @@ from fa import (
     cpu,
 )
 from fa._checks import tensor_types
-from fa._layout import empty_like_order, lse_dtype, out_dtypes
+from fa._layout import empty_like_order, lse_dtype, out_dtypes, pad_head_dim
 from fa._schemas import SCHEMAS
 from fa._validate_options import dropout_probability
 from fa._validate_types import argument_types
@@ -279,7 +279,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     if torch.is_autocast_enabled(device):
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
     odd = q.shape[-1] % 8 or v.shape[-1] % 8
-    if device == "cuda" and odd and all(t.dtype.itemsize > 1 for t in (q, k, v)):
+    if device == "cuda" and odd and q.dtype == k.dtype == v.dtype:
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            autograd.refuse_fp8(q=q, k=k, v=v)
         return _padded(q, k, v, options)
     return record(q, k, v, options)
 
@@ -316,11 +318,11 @@ def record(
 
 
 def _padded(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Head dims up to the next multiple of 8 with zeros, which change neither S nor the real O."""
+    """Head dims filled up with zeros, which change neither S nor the real O."""
     dim_qk, dim_v = q.shape[-1], v.shape[-1]
     if options.get("softmax_scale") is None:
         options = {**options, "softmax_scale": dim_qk**-0.5}
-    q, k, v = (torch.nn.functional.pad(t, (0, -t.shape[-1] % 8)) for t in (q, k, v))
+    q, k, v = (pad_head_dim(t) for t in (q, k, v))
     out, lse = record(q, k, v, options)
     if out.shape[-1] != dim_v:
         out = out.narrow(-1, 0, dim_v).clone()  # out is dense, in the same dimension order

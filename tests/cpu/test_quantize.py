@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 import fa
+from fa._layout import pad_head_dim
 from fa.quantize import FP8, GRANULARITIES, relative_rmse, rotate
 
 B, SQ, SK, HQ, HK, D = 2, 37, 150, 4, 2, 64
@@ -113,6 +114,17 @@ def test_packed_empty_and_zero_tensors() -> None:
         assert torch.isfinite(zero.options["k_descale"]).all() and not zero.k.float().any()
         none = fa.quantize_qkv(*(torch.zeros(1, 0, 2, 16) for _ in range(3)), granularity)
         assert not fa.attention(none.q, none.k, none.v, **none.options).numel()
+
+
+@pytest.mark.parametrize("dim", [5, 8, 70, 72])
+def test_head_dims_are_filled_up_for_kernels(dim: int) -> None:
+    for dtype, unit in ((torch.bfloat16, 8), (FP8, 16)):
+        x = torch.randn(2, 3, 2, dim).to(dtype)
+        padded = pad_head_dim(x)
+        assert padded.dtype == dtype
+        assert padded.shape[-1] == (dim if dim % 8 == 0 else -(-dim // unit) * unit)
+        assert torch.equal(padded[..., :dim].float(), x.float())
+        assert not padded[..., dim:].float().any()
 
 
 @pytest.mark.parametrize(

@@ -267,6 +267,18 @@ def test_the_same_bits_every_time(cuda_only: None) -> None:
         assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
 
 
+def test_odd_head_dims() -> None:
+    """Filled up to rows of a multiple of 16 bytes by the Python layer."""
+    q, k, v = (
+        randn(2, n, 2, d, dtype=torch.float32, seed=d).to(FP8)
+        for n, d in ((90, 70), (130, 70), (130, 37))
+    )
+    out = fa.attention(q, k, v, causal=True, out_dtype=torch.float32)
+    want, _ = reference.attention(q, k, v, causal=True)
+    assert out.shape == want.shape
+    assert relative_rmse(out, want) < 0.03
+
+
 def test_refusals(cuda_only: None) -> None:
     q, k, v = qkv((1, 64, 2), (1, 64, 2), 128)
     with pytest.raises(NotImplementedError, match="no kernel row .* reads .* with q of"):
