@@ -86,10 +86,15 @@ class Row:
 
 
 def leaves_short_calls(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a row beside it, of lower tiles, takes the short calls; batch-invariant ones stay."""
-    kind = ("op", "arch", "dtype", "dim_qk", "dim_v", "mask", "score")
-    return any(
-        other.tile_m < row.tile_m and all(getattr(other, n) == getattr(row, n) for n in kind)
+    """Whether a row beside this forward row of Hopper takes its short calls, with lower tiles.
+
+    It keeps the batch-invariant ones.
+    """
+    kind = ("op", "arch", "dtype", "dim_qk", "dim_v", "score")
+    return (row.op, row.arch) == (FORWARD, 90) and any(
+        other.tile_m < row.tile_m
+        and other.mask in (row.mask, "band")
+        and all(getattr(other, n) == getattr(row, n) for n in kind)
         for other in rows
     )
 

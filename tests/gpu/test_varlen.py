@@ -10,6 +10,7 @@ import pytest
 import torch
 from harness import DEVICE, check_case, ints, randn
 
+import fa
 from cases import Case
 from compare import assert_result, expected
 
@@ -113,3 +114,24 @@ def test_many_sequences(cuda_only: None) -> None:
     assert torch.equal(result.out, v), "a sequence of one key returns that key's value"
     scores = (q.double() * k.double()).sum(-1) / 8
     assert torch.allclose(result.lse.double(), scores.T, atol=2e-5, rtol=1e-5)
+
+
+@harness.each_backend()
+@pytest.mark.parametrize("dim", [64, 128])
+def test_tiles_that_blocks_take_as_they_come(dim: int, backend: str) -> None:
+    """Far more tiles than multiprocessors: whichever block works on one, the bits are the same."""
+    lengths = (40, 0, 7) if harness.ON_CPU else (1900, 1, 0, 700, *(130,) * 20, 1025, 0, 64, 300)
+    heads = 2 if harness.ON_CPU else 16
+    ends = torch.tensor((0, *lengths), device=DEVICE).cumsum(0).int()
+    total = int(ends[-1])
+    q, k, v = (randn(total, h, dim, seed=n) for n, h in enumerate((heads, heads // 2, heads // 2)))
+    options = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "causal": True}
+    if backend == "sm90":
+        with fa.backend(backend):
+            assert "the next tile that is left" in fa.explain(q, k, v, **options)
+    first = harness.check_tensors(backend, q, k, v, **options)
+    inputs = harness.inputs_from(q, k, v, **options)
+    for _ in range(2 if harness.ON_CPU else 30):
+        again = harness.call(inputs, backend)
+        assert torch.equal(again.out, first.out)
+        assert torch.equal(again.lse, first.lse)
