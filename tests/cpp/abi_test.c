@@ -233,14 +233,15 @@ static void plans(void) {
   }
   printf("abi_test: %d kernels, explain: %s\n%s", kernels, fa_status_name(status), text);
 
-  p.score.softcap = 30;
+  p.options.force_arch = 90;
+  p.options.num_splits = 2;
   status = fa_explain(FA_FORWARD, &p, text, sizeof(text));
-  expect(status != FA_OK, __LINE__, "no row has a softcap");
+  expect(status != FA_OK, __LINE__, "no Hopper row splits the keys");
   if (status == FA_ERROR_UNSUPPORTED) {
     expect(strncmp(text, "fa: not supported: ", 19) == 0, __LINE__, text);
     expect(strstr(text, "every row, nearest first:") != NULL, __LINE__, text);
   }
-  p.score.softcap = 0;
+  p.options.force_arch = p.options.num_splits = 0;
   expect_failure(fa_backward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "dout has dtype",
                  __LINE__);
   p.q.data = p.k.data = p.v.data = p.out.data = NULL;
