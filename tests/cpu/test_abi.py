@@ -2,8 +2,8 @@
 # Does libfa.so keep the promises of docs/abi.md towards a caller that is not C++?
 """Layout, versions, symbols, plans and errors, through ctypes; no GPU and no kernels are needed.
 
-The library under test is the one that `fa` finds; where there is none, or where it holds no rows
-and a test needs some, one is compiled from the host sources with the rows of tests/cpp/fixture.h.
+The library under test is the one that `fa` finds. Where there is none, and where a test depends on
+what rows there are, one is compiled from the host sources with the rows of tests/cpp/fixture.h.
 """
 
 from __future__ import annotations
@@ -61,10 +61,8 @@ def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 def with_rows(
     library: ctypes.CDLL, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> ctypes.CDLL:
-    """A library that holds bf16 rows of head dim 128 for both architectures."""
-    wanted = {(90, "bf16", 128), (80, "bf16", 128)}
-    if not wanted <= {(row["arch"], row["dtype"], row["dim_qk"]) for row in _lib.kernels_list()}:
-        monkeypatch.setattr(_lib, "_loaded", _lib._open(request.getfixturevalue("stand_in")))
+    """The rows of tests/cpp/fixture.h: a refusal needs a row that is missing."""
+    monkeypatch.setattr(_lib, "_loaded", _lib._open(request.getfixturevalue("stand_in")))
     return _lib.load()
 
 
@@ -386,8 +384,11 @@ def test_planning_needs_a_device_or_its_sizes(library: ctypes.CDLL) -> None:
         _lib.forward(_abi.params_from_tensors(q, q, q, q, **H200))
 
 
-def test_kernels_are_described(with_rows: ctypes.CDLL) -> None:
+def test_kernels_are_described(library: ctypes.CDLL, request: pytest.FixtureRequest) -> None:
+    if not _lib.kernels_list():
+        request.getfixturevalue("with_rows")
     rows = _lib.kernels_list()
+    assert rows
     assert len({row["id"] for row in rows}) == len(rows)
     for row in rows:
         op = {"forward": "fwd", "backward": "bwd"}[row["op"]]
