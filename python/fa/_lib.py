@@ -18,7 +18,7 @@ from fa import _abi
 FORWARD, BACKWARD = _abi.FORWARD, _abi.BACKWARD
 
 _BUILD = 'Build it with: FA_ARCHS="80;90a" pip install . (from the source folder of fa)'
-_TEXT_BYTES = 1 << 14
+_TEXT_BYTES = 1 << 16  # the reasons of some hundred rows
 
 
 class LibraryMissing(ImportError):
