@@ -8,7 +8,7 @@ Conventions of all of them: tensors are [B, S, H, D], packed [total, H, D]; `sof
 1 / sqrt(D); `window_size` is (left, right), -1 without a limit, and `causal` sets right to 0
 whatever is given; LSE is the natural logarithm, fp32 [B, Hq, Sq], packed [Hq, total_q].
 `q_descale`, `k_descale`, `v_descale` are fp32 [B, Hkv], for float8_e4m3fn only. `num_splits` below
-1 lets the library choose, `max_seqlen_*` are hints: neither changes a result.
+1 lets the library choose and changes only the rounding; `max_seqlen_*` never changes a result.
 
 What differs from there: `qv`, `sm_margin` and `pack_gqa=True` raise NotImplementedError;
 `deterministic=False` yields to torch.use_deterministic_algorithms; the LSE has a gradient; partial

@@ -200,9 +200,9 @@ def attention(
     logarithm); O = exp(S - LSE) V. A row without visible keys has O = 0, LSE = -inf (or the sink).
 
     Args:
-        q: [B, Sq, Hq, D], float16 or bfloat16 (on the CPU also float32, float64 and float8_e4m3fn).
-        k: [B, Sk, Hkv, D], dtype and device of q (float8_e4m3fn also with a 16-bit q); Hq is a
-            multiple of Hkv.
+        q: [B, Sq, Hq, D], float16, bfloat16 or float8_e4m3fn (on the CPU also float32, float64).
+        k: [B, Sk, Hkv, D], dtype and device of q (on the CPU float8_e4m3fn also with a 16-bit q);
+            Hq is a multiple of Hkv.
         v: [B, Sk, Hkv, Dv].
         causal: aligned at the bottom right: row i sees keys j <= i + Sk - Sq.
         window_size: (left, right) numbers of keys around the diagonal; -1 or None: unlimited.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import zlib
 from dataclasses import replace
 
 import gradients
@@ -109,7 +110,8 @@ def test_hand_picked(case: Case, backend: str) -> None:
 @gradients.each_backend()
 @pytest.mark.parametrize("case", SWEEP, ids=lambda case: case.id)
 def test_sweep(case: Case, backend: str) -> None:
-    gradients.check_case(case, backend, deterministic=hash(case.id) % 2 == 0)
+    even = zlib.crc32(case.id.encode()) % 2 == 0  # hash() of a word changes from run to run
+    gradients.check_case(case, backend, deterministic=even)
 
 
 # ---- what lies outside the problem ---------------------------------------------------------------

@@ -166,7 +166,7 @@ def test_drawn(number: int) -> None:
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
 def test_nan_that_no_row_sees(dim: int, packed: bool) -> None:
-    """faults.md, kind 11: the tail of V under the transpose; NaN before, behind and between."""
+    """The tail of V under the transpose; NaN before, behind and between."""
     used, pad = ints(333, 140), ints(5, 17)
     q, k, v = qkv((2, 200, 2), (2, 600, 1), dim, seed=dim)
     options: dict[str, Any] = {"seqused_k": used, "leftpad_k": pad}
@@ -291,7 +291,7 @@ def test_refusals(cuda_only: None) -> None:
 
 @pytest.mark.parametrize("outliers", [0.0, 1e-3])
 def test_quantised_attention_is_as_near_as_the_format_allows(outliers: float) -> None:
-    """Against fp64 of what was quantised; figures of other libraries in docs/performance.md."""
+    """Against fp64 of what was quantised; docs/numerics.md has the figures."""
     tensors = []
     for n in range(3):
         t = randn(1, 1024, 4, 128, dtype=torch.float32, seed=n)

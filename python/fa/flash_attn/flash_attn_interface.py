@@ -6,7 +6,7 @@ Conventions of all of them: tensors are [B, S, H, D], packed [total, H, D]; `dro
 the seed drawn from torch's generator; `softmax_scale` None is 1 / sqrt(D); `window_size` is
 (left, right), -1 without a limit, and `causal` sets right to 0 whatever is given; `alibi_slopes`
 fp32 [H] or [B, H]; `softcap` 0 is off; LSE is the natural logarithm, fp32 [B, H, Sq], packed
-[H, total_q]. `max_seqlen_*` and `num_splits` are hints that never change a result.
+[H, total_q]. `max_seqlen_*` never changes a result, `num_splits` (0: chosen) only its rounding.
 
 `return_attn_probs` gives (out, lse, S_dmask): S_dmask is empty without dropout, else the weights
 before dropout, negative where dropped, [B, H, Sq, Sk] with both lengths rounded up to 128, from the
