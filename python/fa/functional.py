@@ -208,7 +208,8 @@ def attention(
         window_size: (left, right) numbers of keys around the diagonal; -1 or None: unlimited.
         softcap: in units of scores; 0 switches it off.
         softmax_scale: None means 1 / sqrt(D).
-        sinks: [Hq], float32 or q's dtype: a logit per head that enters the denominator only.
+        sinks: [Hq], float32 or q's dtype (beside float8_e4m3fn bfloat16): a logit per head that
+            enters the denominator only.
         alibi_slopes: float32 [Hq] or [B, Hq].
         deterministic: of the backward; None: torch.are_deterministic_algorithms_enabled().
         return_lse: also return LSE, float32 [B, Hq, Sq] (float64 for float64 inputs).
