@@ -168,7 +168,7 @@ fa_status fa_explain(fa_op op, const fa_params* params, char* text, size_t capac
   return guarded([&]() -> fa_status {
     if (text == nullptr || capacity == 0)
       return fail(FA_ERROR_INVALID,
-                  "text is NULL or capacity 0. Pass a buffer; 16384 bytes hold every text.");
+                  "text is NULL or capacity 0. Pass a buffer; 65536 bytes hold every text.");
     fa_status status = FA_OK;
     std::snprintf(text, capacity, "%s", explain(op, params, &status).c_str());
     return status;

@@ -93,7 +93,7 @@ fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) 
   plan->order = TileOrder{static_cast<int32_t>(tiles_n), heads,
                           no_key ? 1 : section_heads(row, p, device, heads), num_keys};
   // The keys of a tile stay in a block; the next block starts wherever one ends. Reserved
-  // multiprocessors bound their number.
+  // multiprocessors bound their number, for rows whose blocks go on to another tile.
   plan->grid = p.reserve_sms == 0
                    ? num_keys
                    : std::min(num_keys, device.sm_count * blocks_per_sm(row, device));

@@ -73,6 +73,11 @@ int row_dim(int dim) { return (dim + 63) / 64 * 64; }
 // Only Ampere rows split the keys.
 bool hopper_splits(const Problem& p) { return p.num_splits > 1 && p.force_arch == 90; }
 
+// Blocks of a Hopper backward do not go on to another tile.
+bool hopper_reserve(const Problem& p) {
+  return p.op == Op::kBackward && p.reserve_sms > 0 && p.force_arch == 90;
+}
+
 // What has to be written before a row can serve the call.
 std::string missing_parts(const Problem& p, Table table) {
   std::string parts;
@@ -93,7 +98,8 @@ std::string missing_parts(const Problem& p, Table table) {
 
 // Options that no column of the table can state yet.
 bool beyond_the_table(const Problem& p) {
-  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || hopper_splits(p);
+  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || hopper_splits(p) ||
+         hopper_reserve(p);
 }
 
 // The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
@@ -187,6 +193,8 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
     reasons.add(
         "a batch index of k and v: gradients of keys that several entries read are not "
         "summed");
+  if (bits & kMisfitReserve)
+    reasons.add("works on every multiprocessor (reserve_sms %d)", p.reserve_sms);
   if (bits & kMisfitStride) reasons.add("a stride of 2^40 bytes or more does not fit a tensor map");
   return text;
 }

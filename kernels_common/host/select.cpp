@@ -118,6 +118,8 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   }
   // Several batch entries may read the same keys: their gradients would have to be summed.
   require(p.op != Op::kBackward || p.seq.batch_index_k == nullptr, kMisfitBatchIndex);
+  // A block of a Hopper backward works on one tile: fewer blocks would leave tiles out.
+  require(p.reserve_sms == 0 || row.op != Op::kBackward || row.arch != 90, kMisfitReserve);
   return bits;
 }
 

@@ -32,6 +32,7 @@ enum Misfit : uint32_t {
   kMisfitSplits = 1 << 13,
   kMisfitStride = 1 << 14,  // beyond what a tensor map can hold
   kMisfitBatchIndex = 1 << 15,
+  kMisfitReserve = 1 << 16,  // the row needs a block per tile, on every multiprocessor
 };
 
 uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);

@@ -363,6 +363,12 @@ void backward_rows() {
   Call split = Call(2, 512, 512, 8, 8, 128).h200().backward();
   split.params.options.num_splits = 4;
   chosen(split, "sm90_bwd_bf16_d128_band");
+  // A block of a Hopper row works on one tile: fewer blocks than tiles would leave some out.
+  Call reserved = Call(8, 4096, 4096, 16, 16, 128).h200().backward();
+  reserved.params.options.reserve_sms = 20;
+  chosen(reserved, "sm80_bwd_bf16_d128_band");
+  reserved.params.options.force_arch = 90;
+  refused(reserved, kBackwardTable, "works on every multiprocessor (reserve_sms 20)");
   Call indexed = Call(2, 512, 512, 8, 8, 128).h200().backward();
   indexed.params.seq.batch_index_k = some_array();
   refused(indexed, kBackwardTable, "a batch index of k and v");
