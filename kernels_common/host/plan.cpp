@@ -165,8 +165,10 @@ LaunchArgs bind(const Plan& plan, const Problem& p, void* workspace) {
   f.score = score_args(p);
   f.scale_log2 = softmax_factor(p);
   f.dropout = dropout_args(p);
-  // fp32 results show the rounding of the largest probability, which 16-bit results hide.
-  f.rescale_limit = f.out_fp32 ? 0.f : 8.f;
+  // fp32 results show the rounding of the largest probability, which 16-bit results hide. And
+  // whether a maximum is taken over is decided for several rows at once: a row whose bits must not
+  // depend on its neighbours follows every maximum.
+  f.rescale_limit = f.out_fp32 || p.batch_invariant ? 0.f : 8.f;
   f.out_fp16 = p.out_dtype == DType::kFp16 ? 1 : 0;
   f.q_descale = p.q_descale;
   f.k_descale = p.k_descale;

@@ -156,6 +156,10 @@ void scores() {
     return bind(Plan{}, p, nullptr).fwd;
   };
   const auto near = [](float a, float b) { return std::fabs(a - b) <= 1e-6f * std::fabs(b); };
+  expect(args().rescale_limit == 8, "a maximum that may stay behind");
+  call.params.options.batch_invariant = 1;
+  expect(args().rescale_limit == 0, "a batch-invariant call follows every maximum");
+  call.params.options.batch_invariant = 0;
   call.params.score.softcap = 30;
   FwdArgs f = args();
   expect(f.score.capped == 1 && near(f.score.inner, 0.125f / 60) && near(f.scale_log2, 60 * kLog2E),

@@ -70,7 +70,12 @@ def test_error_against_fp64(
         ours = fa.attention(q, k, v, causal=causal)
         plan = fa.explain(q, k, v, causal=causal)
     bound = CHECKED if checked(plan) else EXACT
-    answer = function(q, k, v, causal=causal)
+    try:
+        answer = function(q, k, v, causal=causal)
+    except RuntimeError as error:  # its wheel on PyPI is built for bf16 alone
+        if "does not support" not in str(error):
+            raise
+        pytest.skip(f"FlashAttention 3 here: {str(error).splitlines()[0]}")
     theirs = answer[0] if isinstance(answer, tuple) else answer
     errors = [(x.double() - exact).flatten() for x in (ours, theirs)]
     rms = [float(e.square().mean().sqrt()) for e in errors]
