@@ -46,7 +46,13 @@ def block(lines: list[Record]) -> str:
         "TFLOP/s, median, all columns of a cell from one run.",
         "",
     ]
-    text += forward_table(lines)
+    halves: dict[bool, list[Record]] = {True: [], False: []}  # by whether the inputs are e4m3
+    for line in lines:
+        halves[line["dtype"].startswith("float8")].append(line)
+    text += forward_table(halves[False])
+    e4m3 = forward_table(halves[True])
+    if e4m3:
+        text += ["", "The same cells with e4m3 inputs, one descale per tensor.", "", *e4m3]
     if any(line["op"] == "forward" for line in lines):
         text += ["", f"![forward, TFLOP/s over sequence length](results/{PLOT.name})"]
     shapes = forward_table(lines, "shapes")

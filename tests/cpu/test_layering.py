@@ -33,6 +33,7 @@ ARROWS: dict[str, tuple[str, ...]] = {
 }
 SOURCES = {".h", ".c", ".cpp", ".cu", ".py", ".sh", ".toml", ".yaml"}
 LIMIT_BYTES = 200 * 1024
+LIMIT_RESULTS = 400 * 1024  # docs/results: one line per measurement
 
 
 def committed() -> list[Path]:
@@ -105,8 +106,9 @@ def test_nothing_generated_or_large_is_committed():
             wrong.append(f"{name}: a build product")
         if path.suffix in {".cu", ".cpp"} and "Generated: edit the table." in path.read_text():
             wrong.append(f"{name}: generated from the table")
-        if path.stat().st_size > LIMIT_BYTES:
-            wrong.append(f"{name}: {path.stat().st_size} bytes; the limit is {LIMIT_BYTES}")
+        limit = LIMIT_RESULTS if path.suffix == ".jsonl" else LIMIT_BYTES
+        if path.stat().st_size > limit:
+            wrong.append(f"{name}: {path.stat().st_size} bytes; the limit is {limit}")
     assert not wrong
 
 
