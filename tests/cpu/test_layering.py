@@ -125,3 +125,9 @@ def test_no_path_or_address_of_one_machine():
             line = text.count("\n", 0, match.start()) + 1
             wrong.append(f"{path.relative_to(ROOT)}:{line}: {match[0]}")
     assert not wrong
+
+
+def test_no_two_test_files_share_a_name() -> None:
+    """pytest imports test files by their bare name, of which there is one each."""
+    names = [path.name for path in committed() if path.name.startswith("test_")]
+    assert sorted(set(names)) == sorted(names)
