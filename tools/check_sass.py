@@ -2,8 +2,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 """Is the machine code what the rows promise? Disassembles every row's object with cuobjdump.
 
-Hopper rows must hold HGMMA and UTMALDG in sm_90a code, Ampere rows HMMA and LDGSTS in sm_80 code
-(and in every other target), and none may touch local memory (STL, LDL).
+Hopper rows must hold HGMMA (e4m3: QGMMA) and UTMALDG in sm_90a code, Ampere rows HMMA and LDGSTS in
+sm_80 code (and in every other target), and none may touch local memory (STL, LDL).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import toolchain
 REQUIRED = {90: ("HGMMA", "UTMALDG"), 80: ("HMMA", "LDGSTS")}
 TARGET = {90: "sm_90a", 80: "sm_80"}
 FORBIDDEN = ("STL", "LDL")
-SHOWN = ("HGMMA", "UTMALDG", "HMMA", "LDGSTS", "STL", "LDL")
+SHOWN = ("HGMMA", "QGMMA", "UTMALDG", "HMMA", "LDGSTS", "STL", "LDL")
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.M)
 
 
@@ -37,13 +37,16 @@ def opcodes(sass: str) -> dict[str, Counter[str]]:
     return counts
 
 
-def problems(row_id: str, arch: int, counts: dict[str, Counter[str]]) -> list[str]:
-    """What is wrong with the machine code of one row, as sentences."""
+def problems(
+    row_id: str, arch: int, counts: dict[str, Counter[str]], dtype: str = "bf16"
+) -> list[str]:
+    """What is wrong with the machine code of one row, as sentences. dtype: of its products."""
     found = []
+    required = ["QGMMA" if (name, dtype) == ("HGMMA", "e4m3") else name for name in REQUIRED[arch]]
     if TARGET[arch] not in counts:
         found.append(f"{row_id}: no {TARGET[arch]} code, only {', '.join(counts) or 'none'}.")
     for target, opcode in counts.items():
-        for name in REQUIRED[arch]:
+        for name in required:
             if not opcode[name]:
                 found.append(f"{row_id}: no {name} in its {target} code.")
         for name in FORBIDDEN:
@@ -83,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
         counts = opcodes(done.stdout)
         for target, opcode in counts.items():
             print(f"{row['id']:40} {target:8}" + "".join(f"{opcode[n]:>9}" for n in SHOWN))
-        found += problems(row["id"], row["arch"], counts)
+        found += problems(row["id"], row["arch"], counts, row["dtype"])
     for text in found:
         print(f"check_sass: {text}", file=sys.stderr)
     print(f"check_sass: {'FAILED' if found else 'ok'}, {len(rows)} rows")

@@ -352,6 +352,9 @@ def test_machine_code_is_counted_and_judged():
     assert counts["sm_90a"]["HGMMA"] == 2 and counts["sm_90a"]["UTMALDG"] == 1
     assert counts["sm_90a"]["HMMA"] == 0
     assert check_sass.problems("row", 90, counts) == []
+    assert any("no QGMMA" in text for text in check_sass.problems("row", 90, counts, "e4m3"))
+    bytes_ = check_sass.opcodes(SASS.replace("HGMMA", "QGMMA"))
+    assert check_sass.problems("row", 90, bytes_, "e4m3") == []
     spilled = check_sass.opcodes(SASS + "        /*0040*/    STL [R1], R2 ;\n")
     assert any("1 STL" in text for text in check_sass.problems("row", 90, spilled))
     assert any("no sm_90a code" in text for text in check_sass.problems("row", 90, {}))
