@@ -84,14 +84,21 @@ std::string missing_parts(const Problem& p, Table table) {
   const auto add = [&parts](bool missing, const char* name) {
     if (missing) parts += std::string(parts.empty() ? "" : ", ") + name;
   };
-  add(std::none_of(table.begin(), table.end(),
-                   [&p](const KernelEntry* e) { return e->config.op == p.op; }),
+  // Whether no row of the call's operation has a property: else its rows' own reasons say more.
+  const auto none = [&](auto has) {
+    return std::none_of(table.begin(), table.end(), [&](const KernelEntry* e) {
+      return e->config.op == p.op && has(e->config);
+    });
+  };
+  add(none([](const KernelConfig&) { return true; }),
       p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
   add(p.kv_dtype == DType::kE4m3 && p.dtype != DType::kE4m3, "16-bit queries on e4m3 keys");
-  add(p.softcap > 0 || p.alibi(), "the score policy `any`");
+  add((p.softcap > 0 || p.alibi()) &&
+          none([](const KernelConfig& c) { return c.score == ScoreKind::kAny; }),
+      "the score policy `any`");
   add(p.paged, "a paged loader");
   add(p.descale_blocks, "descales per block of rows");
-  add(p.dropout_p > 0, "dropout");
+  add(p.dropout_p > 0 && none([](const KernelConfig& c) { return c.dropout != 0; }), "dropout");
   add(hopper_splits(p), "splitting the keys");
   return parts;
 }

@@ -306,6 +306,11 @@ void options_of_ampere_rows() {
   expect_row(call, "any", Table(table));
   call.params.dropout.p = 0.001f;  // a threshold of 0 keeps everything
   expect_row(call, "sm90_fwd_bf16_d128_none", Table(table));
+  // The table has such a row, on the other architecture: it is not missing.
+  call.params.dropout.p = 0.5f;
+  call.params.options.force_arch = 90;
+  expect_refused(call, FA_ERROR_UNSUPPORTED, "no dropout", Table(table));
+  expect(std::string(last_error()).find("Not built yet") == std::string::npos, last_error());
 }
 
 void options_without_rows() {
