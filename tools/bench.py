@@ -2,15 +2,18 @@
 # How fast is each kernel row, beside the peers, in one run on this machine?
 """The benchmark: attention cells of ours and of the peers, host time, GEMM ceiling and copy.
 
-    python3 tools/bench.py                                   # the whole table, about a minute
+    python3 tools/bench.py                                   # the whole table
     python3 tools/bench.py --quick --dims 128 --ops forward
-    python3 tools/bench.py --json docs/results/h200.jsonl --compare old.jsonl
+    python3 tools/bench.py --ops models --only 'Llama*' --timer graph --report models.html
+    python3 tools/bench.py --json new.jsonl --compare docs/results/h200.jsonl
+    python3 tools/bench.py --list                            # names of the cells; no GPU needed
     python3 tools/bench.py --device cpu                      # smoke run without a GPU
 
 Implementations of a cell alternate within one process, because clocks and temperature move every
 figure by several percent: only ratios within one run mean something. Inputs are standard normal.
-TFLOP/s counts 4·B·H·S²·D, half of it under a causal mask, the backward 2.5 times that. One JSON
-line per measurement.
+TFLOP/s counts 2 (D + D_v) operations per visible pair of a row and a key, the backward 2.5 times
+that; GB/s counts every tensor once. Clocks and temperature are read, never set. One JSON line per
+measurement. bench_timers.py says what the timers mean.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fnmatch
 import itertools
 import platform
 import subprocess
@@ -33,16 +37,24 @@ import torch
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import bench_cells as cells
 import bench_impls as impls
+import bench_models
+import bench_report
+import bench_tables as tables
+import bench_timers as timers
 import fa
 import libfa
+import machine
+import overhead
 
-OPS = ("forward", "shapes", "backward", "step", "host", "gemm", "copy")
-LOSS = 0.03  # --compare fails on more
+TABLES = ("forward", "shapes", "backward", "step", "models")
+OPS = (*TABLES, "host", "gemm", "copy")
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="cuda (default) or cpu, a smoke run")
     parser.add_argument("--ops", default=",".join(OPS), help=f"of {','.join(OPS)}")
     parser.add_argument("--dtypes", default="bfloat16", help="comma-separated, torch's names")
@@ -52,17 +64,36 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="time ours alone")
     parser.add_argument("--quick", action="store_true", help="a third of the repeats")
     parser.add_argument("--repeats", type=int, help="samples per implementation (default 21)")
+    parser.add_argument("--only", default="*", metavar="GLOB", help="cells whose name matches")
+    parser.add_argument("--list", action="store_true", help="print the cells' names and stop")
+    parser.add_argument("--timer", choices=timers.KINDS, default="events")
     parser.add_argument("--l2", choices=("hot", "cold"), default="hot")
     parser.add_argument("--json", type=Path, help="write the lines to this file (replaced)")
-    parser.add_argument("--compare", type=Path, help="an older file: gain per row, fails on losses")
+    parser.add_argument("--report", type=Path, help="write a page .html or a plot .png")
+    parser.add_argument(
+        "--compare",
+        type=Path,
+        metavar="OLD",
+        help="an older file: gain per row; status 1 where a row lost more than 3 %% and the p20 to "
+        "p80 of both runs do not explain it",
+    )
     parser.add_argument("--commit", help="commit id to record where there is no git")
     options = parser.parse_args(arguments)
     options.ops = options.ops.split(",")
     unknown = set(options.ops) - set(OPS)
     if unknown:
         parser.error(f"--ops {sorted(unknown)} unknown; allowed are {', '.join(OPS)}.")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU is visible to torch here; `--device cpu` makes a smoke run.")
+    if options.report is not None and options.report.suffix not in bench_report.SUFFIXES:
+        allowed = " or ".join(bench_report.SUFFIXES)
+        parser.error(f"--report: {options.report} must end in {allowed}.")
+    if options.compare is not None and not options.compare.is_file():
+        parser.error(f"--compare: there is no file {options.compare}.")
+    if options.device != "cuda":
+        if options.timer != "events":
+            parser.error(f"--timer: {options.timer} needs a GPU; leave it away with --device cpu.")
+    elif not options.list:
+        instead = "`--device cpu` makes a smoke run and `--list` names the cells"
+        machine.require_gpu("bench.py", instead, torch_too=True)
     options.repeats = options.repeats or (7 if options.quick else 21)
     return options
 
@@ -99,6 +130,36 @@ def environment(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def _table(o: argparse.Namespace, cuda: bool) -> tuple[Any, ...]:
+    """Dtypes, head dims, lengths, tokens and hidden size of the forward and backward tables."""
+    small = () if cuda else (256, 256)
+    lengths = o.lengths or ("1024,4096,16384" if cuda else "64,128")
+    dims, sizes = ([int(n) for n in text.split(",")] for text in (o.dims, lengths))
+    return (o.dtypes.split(","), dims, sizes, *small)
+
+
+def cells_of(o: argparse.Namespace, op: str) -> list[cells.Cell]:
+    """The cells of one table that a run measures; without a GPU, those small enough."""
+    cuda = o.device == "cuda"
+    table: list[cells.Cell] = []
+    if op == "forward":
+        table = cells.forward_cells(*_table(o, cuda))
+    elif op == "backward":  # through autograd; ours also deterministic
+        table = cells.backward_cells(*_table(o, cuda))
+    elif op == "step" and cuda:
+        table = cells.step_cells()
+    elif op == "shapes":
+        table = [cell for cell in cells.shape_cells() if cuda or cell.flops < 2e9]
+    elif op == "models":
+        table = bench_models.model_cells()
+        table = table if cuda else [bench_models.small(cell) for cell in table]
+    return [cell for cell in table if fnmatch.fnmatchcase(cell.name, o.only)]
+
+
+# What one of our backends does not take: {(dtype, head dim, backend, reason): cells}.
+Refused = dict[tuple[str, int, str, str], list[cells.Cell]]
+
+
 class Bench:
     """One run: its options, its lines, its sentences about what could not be measured."""
 
@@ -107,11 +168,29 @@ class Bench:
         self.common = environment(options)
         self.lines: list[cells.Record] = []
         self.notes: list[str] = []
-        self.spread: dict[tuple[Any, ...], tuple[float, float]] = {}  # p20, p80 in ms
         self.cuda = options.device == "cuda"
+        uuid = str(torch.cuda.get_device_properties(0).uuid) if self.cuda else None
+        self.watch = machine.Watch(uuid) if self.cuda else None
+        peers = self.cuda and not options.no_peers
+        self.modules = impls.peer_modules() if peers else {}
+        self.timer = timers.Timer(options.device, options.l2, options.timer)
 
-    def add(self, impl: impls.Impl, timer: impls.Timer, known: dict[str, Any]) -> None:
+    def state(self) -> machine.State:
+        """Clocks and temperature now; unknown on a CPU."""
+        return self.watch.read() if self.watch is not None else machine.State()
+
+    def add(
+        self,
+        impl: timers.Impl,
+        timer: timers.Timer,
+        known: dict[str, Any],
+        before: machine.State,
+    ) -> None:
         """One line from an implementation that has been timed."""
+        after = self.state()
+        for name in ("sm_mhz", "celsius", "watts"):
+            pair = [getattr(before, name), getattr(after, name)]
+            known = known | {name: pair if pair != [None, None] else None}
         line = cells.record(
             **self.common,
             **known,
@@ -121,71 +200,57 @@ class Bench:
             repeats=len(impl.samples_ms),
             timer=timer.name,
             l2=timer.l2,
+            p20_ms=impl.quantile(0.2),
+            p80_ms=impl.quantile(0.8),
         )
         self.lines.append(line)
-        self.spread[cells.cell_key(line) + (cells.column(line),)] = (
-            impl.quantile(0.2),
-            impl.quantile(0.8),
-        )
 
-    def _table(self) -> tuple[Any, ...]:
-        """Dtypes, head dims, lengths, tokens and hidden size of the forward and backward tables."""
+    def run(self, op: str) -> None:
+        """Measures one op of OPS."""
+        if op not in TABLES:
+            getattr(self, op)()
+            return
+        with self.timer.around():
+            self._cells(cells_of(self.options, op))
+
+    def _candidates(self, cell: cells.Cell, refused: Refused) -> list[timers.Impl]:
         o = self.options
-        small = () if self.cuda else (256, 256)
-        lengths = o.lengths or ("1024,4096,16384" if self.cuda else "64,128")
-        dims, sizes = ([int(n) for n in text.split(",")] for text in (o.dims, lengths))
-        return (o.dtypes.split(","), dims, sizes, *small)
-
-    def forward(self) -> None:
-        """Every cell of the forward table."""
-        self._cells(cells.forward_cells(*self._table()))
-
-    def backward(self) -> None:
-        """Gradients through autograd; ours also deterministic."""
-        self._cells(cells.backward_cells(*self._table()))
-
-    def step(self) -> None:
-        """Forward and backward of a training step with grouped heads."""
-        self._cells(cells.step_cells() if self.cuda else [])
-
-    def shapes(self) -> None:
-        """The second set: groups, windows, packed and unequal lengths, few heads, fp16."""
-        table = cells.shape_cells()
-        if not self.cuda:  # whatever is small enough to see that it runs
-            table = [c for c in table if c.flops < 2e9]
-        self._cells(table)
+        tensors = impls.cell_tensors(cell, o.device)
+        candidates = [] if o.no_peers else impls.peers(cell, tensors, self.modules)
+        modes = (False,) if cell.work != "backward" else (False, True)
+        backends = o.backends.split(",") if self.cuda else ["cpu"]
+        for backend, deterministic in itertools.product(backends, modes):
+            one = impls.ours(cell, tensors, backend, deterministic)
+            if isinstance(one, str):
+                refused.setdefault((cell.dtype, cell.head_dim, backend, one), []).append(cell)
+            else:
+                candidates.append(impls.trained(cell, tensors, one))
+        return candidates
 
     def _cells(self, table: list[cells.Cell]) -> None:
-        o = self.options
-        modules = impls.peer_modules() if self.cuda and not o.no_peers else {}
-        timer = impls.Timer(o.device, o.l2)
-        backends = o.backends.split(",") if self.cuda else ["cpu"]
-        refused: dict[tuple[str, int, str, str], list[cells.Cell]] = {}
+        refused: Refused = {}
+        sample_ms = (2.0 if self.cuda else 0.1) * (0.5 if self.options.quick else 1.0)
         for cell in table:
-            tensors = impls.cell_tensors(cell, o.device)
-            candidates = [] if o.no_peers else impls.peers(cell, tensors, modules)
-            modes = (False,) if cell.work != "backward" else (False, True)
-            for backend, deterministic in itertools.product(backends, modes):
-                one = impls.ours(cell, tensors, backend, deterministic)
-                if isinstance(one, str):
-                    refused.setdefault((cell.dtype, cell.head_dim, backend, one), []).append(cell)
-                else:
-                    candidates.append(impls.trained(cell, tensors, one))
-            chosen, notes = impls.usable(cell, candidates)
+            chosen, notes = impls.usable(cell, self._candidates(cell, refused))
             self.notes += notes
-            sample_ms = (2.0 if self.cuda else 0.1) * (0.5 if o.quick else 1.0)
-            impls.time_interleaved(chosen, timer, o.repeats, sample_ms)
+            before = self.state()
+            failed = timers.time_interleaved(chosen, self.timer, self.options.repeats, sample_ms)
+            for name, reason in failed.items():
+                self.notes.append(
+                    f"{cell.name}: {name} is not timed by {self.timer.name}: {reason}"
+                )
+            chosen = [impl for impl in chosen if impl.samples_ms]
             for impl in chosen:
                 seconds = impl.quantile(0.5) / 1e3
                 figures = {"tflops": cell.flops / seconds / 1e12, "gbs": cell.bytes / seconds / 1e9}
                 figures["deterministic"] = impl.deterministic
-                self.add(impl, timer, cell.fields() | figures)
+                self.add(impl, self.timer, cell.fields() | figures, before)
             self._print_cell(cell, chosen)
         for (dtype, dim, backend, reason), without in refused.items():
             where = f"{dtype} d{dim}, {len(without)} cells: no {backend} figure"
             self.notes.append(f"{where}: {reason.splitlines()[0]}")
 
-    def _print_cell(self, cell: cells.Cell, chosen: list[impls.Impl]) -> None:
+    def _print_cell(self, cell: cells.Cell, chosen: list[timers.Impl]) -> None:
         parts = []
         for impl in chosen:
             rates = [cell.flops / impl.quantile(s) / 1e9 for s in (0.5, 0.8, 0.2)]
@@ -196,26 +261,27 @@ class Bench:
     def host(self) -> None:
         """Host time per call, B 1 S 128 H 8 D 128."""
         dtype = getattr(torch, self.options.dtypes.split(",")[0])
-        entries = impls.host_impls(self.options.device, dtype)
-        calls = 200 if self.cuda else 2
-        impls.time_host(entries, self.cuda, max(3, self.options.repeats), calls)
+        entries, notes = overhead.host_impls(self.options.device, dtype)
+        self.notes += notes
+        calls, before = 200 if self.cuda else 2, self.state()
+        overhead.time_host(entries, self.cuda, max(3, self.options.repeats), calls)
         shape = {"op": "host", "dtype": str(dtype).removeprefix("torch."), "layout": "bshd"}
         shape |= {"batch": 1, "seqlen_q": 128, "seqlen_k": 128, "heads_q": 8, "heads_k": 8}
         shape |= {"head_dim": 128, "head_dim_v": 128, "causal": False, "window": [-1, -1]}
-        timer = impls.Timer("cpu")
+        timer = timers.Timer("cpu")
         for impl in entries:
-            self.add(impl, timer, shape)
+            self.add(impl, timer, shape, before)
 
     def _one(self, op: str, call: Callable[[], Any], flops: float, size: float, n: int) -> None:
-        timer = impls.Timer(self.options.device, "hot")
-        impl = impls.Impl("torch", call)
-        impls.time_interleaved([impl], timer, self.options.repeats, 5.0 if self.cuda else 0.1)
+        timer, before = timers.Timer(self.options.device, "hot"), self.state()
+        impl = timers.Impl("torch", call)
+        timers.time_interleaved([impl], timer, self.options.repeats, 5.0 if self.cuda else 0.1)
         seconds = impl.quantile(0.5) / 1e3
         known = {"op": op, "dtype": "bfloat16", "seqlen_q": n}
         if flops:
             known |= {"seqlen_k": n, "head_dim": n, "tflops": flops / seconds / 1e12}
         known["gbs"] = size / seconds / 1e9
-        self.add(impl, timer, known)
+        self.add(impl, timer, known, before)
 
     def gemm(self) -> None:
         """The ceiling of matrix work: bf16 n × n × n, n = 8192."""
@@ -231,46 +297,56 @@ class Bench:
         self._one("copy", lambda: target.copy_(source), 0.0, 2.0 * n, n)
 
 
-def losses(bench: Bench, changes: list[cells.Change]) -> list[str]:
-    """Sentences about rows that lost more than LOSS, beyond the spread of this run."""
-    found = []
-    slack: dict[str, float] = {}
-    for line in bench.lines:
-        p20, _ = bench.spread[cells.cell_key(line) + (cells.column(line),)]
-        slack[_place(line)] = line["median_ms"] / p20
-    for change in changes:
-        best_case = (1 + change.gain) * slack.get(f"{change.cell} {change.name}", 1.0) - 1
-        if change.gain < -LOSS and best_case < 0:
-            found.append(f"{change.cell} {change.row or change.name}: {change.gain * 100:+.1f} %.")
-    return found
+def print_cells(options: argparse.Namespace) -> None:
+    """The names of every cell, with the operations and bytes that are counted."""
+    for op in options.ops:
+        for cell in cells_of(options, op) if op in TABLES else []:
+            print(f"{op:9}{cell.name}: {cell.flops / 1e9:.4g} GFLOP, {cell.bytes / 1e6:.4g} MB")
 
 
-def _place(line: cells.Record) -> str:
-    return f"{line['op']} {cells.cell_label(line)} {cells.column(line)}"
+def measure(bench: Bench) -> None:
+    """Every op of the options; the file is written after each, for a run that is cut short."""
+    o = bench.options
+    print(f"fa {fa.__version__}, {bench.common['gpu']}, torch {torch.__version__}, L2 {o.l2}")
+    if not o.no_peers:
+        print("\n".join(impls.peer_report(bench.modules, bench.cuda)))
+    print(f"before: {bench.state()}", flush=True)
+    for op in o.ops:
+        bench.run(op)
+        if o.json:
+            cells.write_lines(o.json, bench.lines)
+    print(f"after: {bench.state()}")
+
+
+def compared(bench: Bench, old: list[cells.Record]) -> list[str]:
+    """Prints what changed since `old`; returns a sentence per row that lost."""
+    changes = cells.compare(old, bench.lines)
+    print("\n".join(tables.change_table(changes)))
+    if bench.options.only == "*":
+        print("\n".join(cells.not_measured(old, bench.lines)))
+    if not changes:
+        return ["the older file has no cell in common with this run."]
+    return [f"{c.cell} {c.row or c.name}: {100 * c.gain:+.1f} %." for c in changes if c.lost]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 0: measured; 1: a wrong result or a loss; 2: bad arguments."""
+    """Exit status 0: measured; 1: a wrong result or a loss; 2: bad arguments, or no GPU."""
     options = parse(arguments)
+    if options.list:
+        print_cells(options)
+        return 0
     old = cells.read_lines(options.compare) if options.compare else None
     start = time.perf_counter()
     bench = Bench(options)
-    print(f"fa {fa.__version__}, {bench.common['gpu']}, torch {torch.__version__}, L2 {options.l2}")
-    for op in options.ops:
-        getattr(bench, op)()
-        if options.json:  # after each, for a run that is cut short
-            cells.write_lines(options.json, bench.lines)
-    report = cells.forward_table(bench.lines) + [""]
-    for op in ("shapes", "backward", "step"):
-        report += cells.forward_table(bench.lines, op) + [""]
-    report += cells.other_table(bench.lines)
-    print("\n".join(["", *report, "", *bench.notes]))
+    measure(bench)
+    print("\n".join(["", *tables.report(bench.lines), "", *bench.notes]))
     print(f"{len(bench.lines)} measurements in {time.perf_counter() - start:.0f} s.")
+    if options.report:
+        bench_report.write(options.report, bench.lines, bench.notes)
+        print(f"Report: {options.report}")
     wrong = [note for note in bench.notes if "WRONG" in note]
     if old is not None:
-        changes = cells.compare(old, bench.lines)
-        print("\n".join(cells.change_table(changes)))
-        wrong += losses(bench, changes)
+        wrong += compared(bench, old)
     for note in wrong:
         print(f"FAILED: {note}")
     return 1 if wrong else 0

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What is one measurement, and what do two of them say about each other? No torch, no GPU.
-"""Cells, JSON lines, ratios to the best peer, geometric means and comparisons of the benchmark."""
+"""Cells, JSON lines, ratios to the best peer, geometric means and comparisons of the benchmark.
+
+bench_models.py holds the cells of well-known models, bench_tables.py what is printed.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +16,8 @@ from typing import Any
 
 Record = dict[str, Any]
 
-# The fields of one JSON line, in order; every line has all of them, null where one has no meaning.
-FIELDS = (
+# The fields of one JSON line, in order; null where one has no meaning.
+BASE_FIELDS = (
     *(
         "date",
         "commit",
@@ -31,13 +34,19 @@ FIELDS = (
     *("deterministic", "num_splits", "impl", "row", "median_ms", "tflops", "gbs", "repeats"),
     *("timer", "l2", "run_id"),
 )
+# Fields that a file written before they existed lacks: read_lines fills them with null. The last
+# three hold [before, after] of the cell.
+LATER_FIELDS = ("p20_ms", "p80_ms", "model", "sm_mhz", "celsius", "watts")
+FIELDS = (*BASE_FIELDS, *LATER_FIELDS)
+LOSS = 0.03  # a comparison fails on more, if both runs' p20 to p80 do not explain it
 CELL_FIELDS = (
     *("op", "dtype", "head_dim", "head_dim_v", "causal", "window", "batch", "heads_q", "heads_k"),
-    *("seqlen_q", "seqlen_k", "score", "layout", "num_splits", "l2"),
+    *("seqlen_q", "seqlen_k", "score", "layout", "num_splits", "l2", "model"),
 )
 LENGTHS = (1024, 4096, 16384)
 HEAD_DIMS = (64, 128, 256)
 TOKENS = 16384
+ELEMENT_BYTES = {"float8_e4m3fn": 1, "float32": 4}  # else 2
 HIDDEN = 2048
 
 
@@ -62,6 +71,9 @@ class Cell:
     lengths: tuple[int, ...] = ()  # of packed sequences, q and k alike; seqlen is the longest
     tag: str = ""  # names `lengths`
     work: str = "forward"  # "backward", or "step": both
+    softcap: float = 0.0
+    sinks: bool = False  # one logit per query head
+    model: str = ""  # whose shape this is
 
     @property
     def batch(self) -> int:
@@ -84,6 +96,12 @@ class Cell:
         return self.seqlen_k or self.seqlen
 
     @property
+    def score(self) -> str:
+        """What happens to a score beside the scale."""
+        words = [f"softcap {self.softcap:g}"] * bool(self.softcap) + ["sinks"] * self.sinks
+        return " ".join(words) or "scale"
+
+    @property
     def plain(self) -> bool:
         """Whether the forward table has it."""
         return self == Cell(
@@ -94,7 +112,7 @@ class Cell:
     def flops(self) -> float:
         """Forward: 2 (D + D_v) per visible pair of rows and head; backward: 2 (3 D + 2 D_v).
 
-        A causal square counts as half of S².
+        Pairs are counted exactly: S (S + 1) / 2 of a causal square.
         """
         if self.lengths:
             pairs = sum(visible_pairs(n, n, self.causal, self.window) for n in self.lengths)
@@ -106,26 +124,38 @@ class Cell:
 
     @property
     def bytes(self) -> float:
-        """q, k, v read once and out written once, 2 bytes an element; backward: and the gradients.
+        """The least a GPU can move: every tensor once, whatever the tiles read again out of the L2.
 
-        That is q, k, v, out, dout read and dq, dk, dv written.
+        Forward: q, k, v read, out (bf16 for e4m3 inputs) and LSE (fp32) written. Backward: q, k, v,
+        out, dout and LSE read, dq, dk, dv written. Decoding with groups reads a key head once.
         """
         rows_q = sum(self.lengths) or self.batch * self.seqlen
         rows_k = sum(self.lengths) or self.batch * self.keys
         d, d_v = self.head_dim, self.head_dim_v
-        forward = (d + d_v) * (rows_q * self.heads + rows_k * self.key_heads)
-        gradients = (2 * d + 2 * d_v) * (rows_q * self.heads + rows_k * self.key_heads)
-        size = {"forward": forward, "backward": gradients, "step": forward + gradients}
-        return 2.0 * size[self.work]
+        size = ELEMENT_BYTES.get(self.dtype, 2)
+        size_out = max(size, 2)
+        q, k = rows_q * self.heads * d * size, rows_k * self.key_heads * d * size
+        v, out = rows_k * self.key_heads * d_v * size, rows_q * self.heads * d_v * size_out
+        lse = rows_q * self.heads * 4
+        forward = q + k + v + out + lse
+        backward = 2 * (q + k + v + out) + lse
+        return float({"forward": forward, "backward": backward}.get(self.work, forward + backward))
 
     @property
     def name(self) -> str:
         return cell_label(self.fields())
 
+    @property
+    def op(self) -> str:
+        """Which table it belongs to."""
+        if self.model:
+            return "models" if self.work == "forward" else f"models {self.work}"
+        return self.work if self.work != "forward" else "forward" if self.plain else "shapes"
+
     def fields(self) -> Record:
         """What this cell contributes to its JSON lines."""
         return {
-            "op": self.work if self.work != "forward" else "forward" if self.plain else "shapes",
+            "op": self.op,
             "dtype": self.dtype,
             "head_dim": self.head_dim,
             "head_dim_v": self.head_dim_v,
@@ -136,20 +166,21 @@ class Cell:
             "heads_k": self.key_heads,
             "seqlen_q": self.seqlen,
             "seqlen_k": self.keys,
-            "score": "scale",
+            "score": self.score,
             "layout": f"packed {self.tag}" if self.lengths else "bshd",
             "deterministic": False,
             "num_splits": 0,
+            "model": self.model or None,
         }
 
 
 def visible_pairs(rows: int, keys: int, causal: bool, window: tuple[int, int] = (-1, -1)) -> float:
-    """Pairs of a row and a key that it sees; rows² / 2 for a causal square."""
+    """Pairs of a row and a key that it sees, masks aligned at the bottom right."""
     left, right = window[0], 0 if causal else window[1]
     if left < 0 and right < 0:
         return float(rows * keys)
     if left < 0 and right == 0 and rows == keys:
-        return rows * rows / 2
+        return rows * (rows + 1) / 2
     shift, pairs = keys - rows, 0
     for row in range(rows):
         first = max(0, row + shift - left) if left >= 0 else 0
@@ -172,11 +203,14 @@ def cell_label(line: Record) -> str:
         words.append(f"S{line['seqlen_q']}")
     else:
         words.append(f"S{line['seqlen_q']}x{line['seqlen_k']}")
-    if line["op"] in ("shapes", "step"):
+    if line["op"] not in ("forward", "backward", "host", "gemm", "copy"):
         words.append(f"B{line['batch']} H{line['heads_q']}")
         if line["heads_k"] != line["heads_q"]:
             words[-1] += f"/{line['heads_k']}"
-    return " ".join(words)
+    if line["score"] not in (None, "scale"):
+        words.append(line["score"])
+    model = line.get("model")
+    return " ".join([f"{model}:"] * bool(model) + words)
 
 
 def forward_cells(
@@ -297,16 +331,16 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 def read_lines(path: Path | str) -> list[Record]:
-    """Every line of a JSON-lines file; a line with other fields is a ValueError."""
+    """Every line of a JSON-lines file, with every field; one with others is a ValueError."""
     lines = []
     for number, text in enumerate(Path(path).read_text().splitlines(), start=1):
         if not text.strip():
             continue
         line = json.loads(text)
-        if set(line) != set(FIELDS):
-            wrong = sorted(set(line) ^ set(FIELDS))
+        wrong = sorted((set(BASE_FIELDS) - set(line)) | (set(line) - set(FIELDS)))
+        if wrong:
             raise ValueError(f"{path}:{number}: fields {wrong} are missing or unknown.")
-        lines.append(line)
+        lines.append({name: line.get(name) for name in FIELDS})
     return lines
 
 
@@ -314,89 +348,6 @@ def write_lines(path: Path | str, lines: Iterable[Record]) -> None:
     """Replaces the file at `path`."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-# --- tables -------------------------------------------------------------------------------------
-
-
-def columns_of(cells: dict[tuple[Any, ...], dict[str, Record]]) -> list[str]:
-    """Ours first, then the peers, each in order of appearance."""
-    names = dict.fromkeys(name for columns in cells.values() for name in columns)
-    return sorted(names, key=lambda name: not is_ours(name))
-
-
-def forward_table(lines: Iterable[Record], op: str = "forward") -> list[str]:
-    """A Markdown table: TFLOP/s of every column, ratios of ours, and their geometric means.
-
-    A Hopper row is held against the best peer of its cell, an Ampere row against FA2 (the peer of
-    its own generation) where that was measured.
-    """
-    cells = by_cell(lines, op)
-    if not cells:
-        return []
-    names = columns_of(cells)
-    ours = [name for name in names if is_ours(name)]
-    header = ["cell", *names, *[f"{name} / {rival_name(name)}" for name in ours]]
-    rows = ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    ratios: dict[str, list[float]] = {name: [] for name in ours}
-    for columns in cells.values():
-        texts = [cell_label(next(iter(columns.values())))]
-        texts += [_number(columns[n]["tflops"]) if n in columns else "–" for n in names]
-        for name in ours:
-            peer = rival(columns, name)
-            if name in columns and peer is not None:
-                ratios[name].append(ratio(columns[name], peer))
-                texts.append(f"{ratios[name][-1]:.2f} ({column(peer)})")
-            else:
-                texts.append("–")
-        rows.append("| " + " | ".join(texts) + " |")
-    for name in ours:
-        if ratios[name]:
-            rows.append("")
-            rows.append(
-                f"{name}: geometric mean {geometric_mean(ratios[name]):.3f} × {rival_name(name)}, "
-                f"worst cell {min(ratios[name]):.2f}, {len(ratios[name])} cells."
-            )
-    return rows
-
-
-def rival_name(name: str) -> str:
-    """What a column of ours is held against."""
-    return "FA2" if name.startswith("fa sm80") else "best peer"
-
-
-def rival(columns: dict[str, Record], name: str) -> Record | None:
-    """The line a column of ours is held against in its cell; None where nothing was measured."""
-    if name.startswith("fa sm80") and "fa2" in columns:
-        return columns["fa2"]
-    return best_peer(columns)
-
-
-def _number(value: float | None) -> str:
-    if value is None:
-        return "–"
-    return f"{value:.0f}" if value >= 10 else f"{value:.3g}"
-
-
-def other_table(lines: Iterable[Record]) -> list[str]:
-    """Host times, GEMM ceiling and copy, one Markdown row each."""
-    chosen = [line for line in lines if line["op"] in ("host", "gemm", "copy")]
-    if not chosen:
-        return []
-    host = {line["impl"]: line["median_ms"] for line in chosen if line["op"] == "host"}
-    rows = ["| what | who | figure | to SDPA |", "|---|---|---|---|"]
-    for line in chosen:
-        if line["op"] == "host":
-            figure = f"{line['median_ms'] * 1000:.1f} µs per call"
-            sdpa = host.get("sdpa.train" if line["impl"].endswith(".train") else "sdpa")
-            share = f"{line['median_ms'] / sdpa:.2f}" if sdpa else "–"
-        elif line["op"] == "gemm":
-            figure, share = f"{_number(line['tflops'])} TFLOP/s", ""
-        else:
-            figure, share = f"{line['gbs'] / 1000:.3g} TB/s", ""
-        what = f"{line['op']} {line['dtype']}"
-        rows.append(f"| {what} | {line['impl']} | {figure} | {share} |")
-    return rows
 
 
 # --- two runs -----------------------------------------------------------------------------------
@@ -412,11 +363,17 @@ class Change:
     before: float
     after: float
     unit: str  # "x best of <peers>" or "ms"
+    kindest: float = 0.0  # the gain if now were its p20 and before its p80, where those are known
 
     @property
     def gain(self) -> float:
         change = self.after / self.before
         return (1 / change if self.unit == "ms" else change) - 1
+
+    @property
+    def lost(self) -> bool:
+        """Slower by more than LOSS, and by more than the spread of both runs explains."""
+        return self.gain < -LOSS and self.kindest < 0
 
 
 def compare(old: list[Record], new: list[Record]) -> list[Change]:
@@ -426,7 +383,7 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
     of the peers that both runs measured in the cell; the milliseconds only where there is none.
     """
     changes = []
-    for op in ("forward", "shapes", "backward", "step", "decode", "host"):
+    for op in ("forward", "shapes", "backward", "step", "models", "models step", "host"):
         before_cells = by_cell(old, op)
         for key, columns in by_cell(new, op).items():
             before = before_cells.get(key, {})
@@ -441,16 +398,26 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
                     then, now = ratio(before[name], old_peer), ratio(line, new_peer)
                     unit = "x best of " + ", ".join(common)
                 cell = f"{op} {cell_label(line)}"
-                changes.append(Change(cell, name, line["row"] or "", then, now, unit))
+                one = Change(cell, name, line["row"] or "", then, now, unit)
+                kindest = (1 + one.gain) * _share(line, "p20_ms") / _share(before[name], "p80_ms")
+                changes.append(replace(one, kindest=kindest - 1))
     return changes
 
 
-def change_table(changes: Iterable[Change]) -> list[str]:
-    """A Markdown table of before and after."""
-    rows = ["| cell | row | before | after | gain | unit |", "|---|---|---|---|---|---|"]
-    for c in changes:
-        rows.append(
-            f"| {c.cell} | {c.row or c.name} | {c.before:.4g} | {c.after:.4g} "
-            f"| {c.gain * 100:+.1f} % | {c.unit} |"
-        )
-    return rows
+def _share(line: Record, name: str) -> float:
+    """The median over a quantile's time, as a factor on the gain: p20 above 1, p80 below."""
+    return line["median_ms"] / (line[name] or line["median_ms"])
+
+
+def not_measured(old: list[Record], new: list[Record]) -> list[str]:
+    """Sentences about cells of ours that `old` has and `new` has not, of the ops that `new` ran."""
+    ops = {line["op"] for line in new}
+    seen = {(cell_key(line), column(line)) for line in new}
+    missing = [
+        f"{line['op']} {cell_label(line)} {line['row'] or column(line)}"
+        for line in old
+        if line["op"] in ops
+        and is_ours(column(line))
+        and (cell_key(line), column(line)) not in seen
+    ]
+    return [f"in the older file alone: {name}." for name in missing]

@@ -1,18 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Who computes a cell, and how long does it take? Implementations side by side, and the clocks.
-"""Callables of ours and of the peers for one cell, and interleaved timing of several callables."""
+# Who computes a cell? Ours and the peers side by side, and who of them is right.
+"""Callables of ours and of the peers for one cell. bench_timers.py times them."""
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import importlib
+import importlib.metadata
 import importlib.util
-import statistics
-import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, field, replace
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,30 +16,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fa
 from bench_cells import Cell
+from bench_timers import Impl
 
-L2_FLUSH_BYTES = 256 << 20
 # Largest difference of two right answers.
 TOLERANCE = {"bfloat16": 4e-2, "float16": 8e-3, "float8_e4m3fn": 1e-1}
 FP8 = "float8_e4m3fn"
-
-
-@dataclass
-class Impl:
-    """One way to compute a cell. `context` is entered around its calls (backend choice)."""
-
-    name: str
-    call: Callable[[], Any]
-    context: Callable[[], AbstractContextManager[Any]] = nullcontext
-    row: str | None = None
-    deterministic: bool = False
-    samples_ms: list[float] = field(default_factory=list)
-
-    def quantile(self, share: float) -> float:
-        """Of the time per call in milliseconds; share 0.5 is the median."""
-        ordered = sorted(self.samples_ms)
-        if share == 0.5:
-            return statistics.median(ordered)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def cell_tensors(cell: Cell, device: str, seed: int = 0) -> tuple[torch.Tensor, ...]:
@@ -72,6 +49,12 @@ def sequence_starts(cell: Cell, device: str) -> torch.Tensor:
     return ends.to(torch.int32)
 
 
+def cell_sinks(cell: Cell, device: str) -> torch.Tensor:
+    """One logit per query head, the same for everyone who computes the cell."""
+    generator = torch.Generator(device).manual_seed(2)
+    return torch.randn(cell.heads, generator=generator, device=device)
+
+
 def row_of(text: str) -> str | None:
     """The id of the kernel row that a plan's text names: the first word sm80_… or sm90_…"""
     for word in text.replace(",", " ").replace(":", " ").replace("(", " ").split():
@@ -91,6 +74,10 @@ def ours(
         starts = sequence_starts(cell, str(q.device))
         options |= {"cu_seqlens_q": starts, "cu_seqlens_k": starts}
         function = fa.attention_varlen
+    if cell.softcap:
+        options["softcap"] = cell.softcap
+    if cell.sinks:
+        options["sinks"] = cell_sinks(cell, str(q.device))
 
     def call() -> torch.Tensor:
         return function(q, k, v, **options)
@@ -157,6 +144,10 @@ def _module_call(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, modul
     options: dict[str, Any] = {"causal": cell.causal}
     if cell.window != (-1, -1):
         options["window_size"] = cell.window
+    if cell.softcap:
+        options["softcap"] = cell.softcap
+    if cell.sinks:
+        options["learnable_sink"] = cell_sinks(cell, str(q.device)).bfloat16()
     function = found.flash_attn_func
     if cell.lengths:
         function = found.flash_attn_varlen_func
@@ -169,6 +160,12 @@ def _module_call(cell: Cell, tensors: tuple[torch.Tensor, ...], name: str, modul
         return result[0] if isinstance(result, tuple) else result
 
     return Impl(name, call)
+
+
+MODULES = {
+    "fa3": ("fa3_fwd_interface", "flash_attn_interface"),
+    "fa4": ("flash_attn.cute", "flash_attn.cute.interface"),
+}
 
 
 def _first_module(*names: str) -> str | None:
@@ -184,30 +181,58 @@ def _first_module(*names: str) -> str | None:
 
 def peer_modules() -> dict[str, str]:
     """Importable peers outside of torch: {"fa3": module, "fa4": module}."""
-    found = {
-        "fa3": _first_module("fa3_fwd_interface", "flash_attn_interface"),
-        "fa4": _first_module("flash_attn.cute", "flash_attn.cute.interface"),
-    }
+    found = {name: _first_module(*modules) for name, modules in MODULES.items()}
     return {name: module for name, module in found.items() if module}
+
+
+def peer_report(modules: dict[str, str], cuda: bool) -> list[str]:
+    """One line per peer: what it is here, or that it is absent and what would bring it."""
+    if not cuda:
+        return ["peer sdpa: PyTorch's math path; the others need CUDA tensors"]
+    cudnn = torch.backends.cudnn.version() or "absent"
+    lines = [
+        f"peer fa2: scaled_dot_product_attention's flash backend of torch {torch.__version__}",
+        f"peer cudnn: scaled_dot_product_attention's cuDNN backend, cuDNN {cudnn}",
+    ]
+    for name, tried in MODULES.items():
+        if name in modules:
+            lines.append(f"peer {name}: {modules[name]}{_version_of(modules[name])}")
+        else:
+            lines.append(f"peer {name}: absent, no module {' or '.join(tried)}")
+    frontend = importlib.util.find_spec("cudnn") is not None
+    state = "cudnn-frontend" if frontend else "absent, no module cudnn (nvidia-cudnn-frontend)"
+    return [*lines, f"peer cudnn for e4m3: {state}"]
+
+
+def _version_of(module: str) -> str:
+    top = module.split(".")[0]
+    for name in importlib.metadata.packages_distributions().get(top, ()):
+        return f" of {name} {importlib.metadata.version(name)}"
+    return ""
+
+
+def _by_sdpa(cell: Cell) -> bool:
+    """SDPA has no windows, packed sequences, softcap or sinks; its causal mask is top left."""
+    plain = not cell.lengths and cell.window == (-1, -1) and cell.score == "scale"
+    return plain and not (cell.causal and cell.seqlen != cell.keys)
 
 
 def peers(cell: Cell, tensors: tuple[torch.Tensor, ...], modules: dict[str, str]) -> list[Impl]:
     """Everyone else who can compute this cell."""
-    # SDPA has no windows and no packed sequences, and aligns a causal mask at the top left.
-    by_sdpa = not cell.lengths and cell.window == (-1, -1)
-    by_sdpa = by_sdpa and not (cell.causal and cell.seqlen != cell.keys)
     if tensors[0].device.type == "cpu":
         sdpa = _sdpa(cell, tensors, "sdpa", SDPBackend.MATH)
-        return [trained(cell, tensors, sdpa)] if by_sdpa else []
+        return [trained(cell, tensors, sdpa)] if _by_sdpa(cell) else []
     found = []
     if cell.dtype == FP8:
         return _fp8_peers(cell, tensors, modules)
-    if by_sdpa:
+    if _by_sdpa(cell):
         found += [
             _sdpa(cell, tensors, "fa2", SDPBackend.FLASH_ATTENTION),
             _sdpa(cell, tensors, "cudnn", SDPBackend.CUDNN_ATTENTION),
         ]
     for name, module in modules.items():
+        if cell.sinks and name != "fa4":  # the only one of these with sinks
+            continue
         if cell.work == "forward" or module != "fa3_fwd_interface":  # that wheel has no backward
             found.append(_module_call(cell, tensors, name, module))
     return [trained(cell, tensors, impl) for impl in found]
@@ -310,160 +335,3 @@ def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
 def _gap(a: torch.Tensor, b: torch.Tensor) -> float:
     """Largest difference, relative to the largest element where that is above 1."""
     return (a - b).abs().max().item() / max(1.0, b.abs().max().item())
-
-
-# --- clocks -------------------------------------------------------------------------------------
-
-
-class Timer:
-    """Times calls: CUDA events on a GPU (L2 hot or cold), the host clock on a CPU."""
-
-    def __init__(self, device: str, l2: str = "hot") -> None:
-        self.cuda = device.startswith("cuda")
-        self.name = "events" if self.cuda else "host"
-        self.l2 = l2
-        self.flush = None
-        if self.cuda and l2 == "cold":
-            self.flush = torch.empty(L2_FLUSH_BYTES, dtype=torch.int8, device=device)
-
-    def sync(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize()
-
-    def sample(self, call: Callable[[], Any], calls: int) -> float:
-        """Milliseconds per call of `calls` calls in a row (cold: each timed alone)."""
-        if not self.cuda:
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - start) * 1e3 / calls
-        pairs = []
-        for _ in range(calls if self.flush is not None else 1):
-            if self.flush is not None:
-                self.flush.fill_(1)
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(1 if self.flush is not None else calls):
-                call()
-            end.record()
-            pairs.append((begin, end))
-        torch.cuda.synchronize()
-        total = sum(begin.elapsed_time(end) for begin, end in pairs)
-        return total / calls
-
-
-def time_interleaved(
-    impls: list[Impl], timer: Timer, repeats: int, sample_ms: float, max_calls: int = 50
-) -> None:
-    """Fills `samples_ms` of every implementation; one sample of each per round, order rotated."""
-    calls = {}
-    for impl in impls:
-        impl.samples_ms.clear()
-        with impl.context():
-            timer.sample(impl.call, 2)
-            estimate = timer.sample(impl.call, 2)
-        calls[id(impl)] = max(1, min(max_calls, round(sample_ms / max(estimate, 1e-4))))
-    for turn in range(repeats):
-        for step in range(len(impls)):
-            impl = impls[(turn + step) % len(impls)]
-            with impl.context():
-                impl.samples_ms.append(timer.sample(impl.call, calls[id(impl)]))
-
-
-@contextlib.contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """The collector would fall into single samples of microseconds."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-# --- host time ----------------------------------------------------------------------------------
-
-
-def _c_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], Any]:
-    """fa_forward through ctypes with a ready struct: no checks, no allocation, no torch."""
-    import ctypes
-
-    import libfa
-
-    library = libfa.Library()
-    out, lse = (
-        torch.empty_like(q),
-        q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
-    )
-    p = libfa.Params(library)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-        p.tensor(name, tensor.data_ptr(), tensor.stride(), str(q.dtype).removeprefix("torch."))
-    p["lse.data"], p["lse.stride_batch"], p["lse.stride_head"] = lse.data_ptr(), *lse.stride()[:2]
-    for name, value in zip(("batch", "seqlen_q", "heads_q", "dim_qk"), q.shape, strict=True):
-        p[f"shape.{name}"] = value
-    p["shape.seqlen_k"], p["shape.heads_k"], p["shape.dim_v"] = k.shape[1], k.shape[2], v.shape[3]
-    stream = torch.cuda.current_stream().cuda_stream
-    needed, buffer, forward = ctypes.c_size_t(), p.buffer, library.c.fa_forward
-    p.forward(stream)  # raises where the timed call would only return a status
-    kept = (out, lse, p)
-
-    def call() -> Any:
-        return forward(buffer, None, 0, needed, stream) or kept
-
-    return call
-
-
-def host_impls(device: str, dtype: torch.dtype) -> list[Impl]:
-    """B 1, S 128, H 8, D 128 by every entry; SDPA chooses its own kernel.
-
-    "train": a forward that records, and its backward.
-    """
-    shape = (1, 128, 8, 128)
-    q, k, v = (torch.randn(shape, device=device, dtype=dtype) for _ in range(3))
-    qt, kt, vt = (t.transpose(1, 2) for t in (q, k, v))
-    raw, public = torch.ops.fa._forward.default, torch.ops.fa.forward
-    sdpa = torch.nn.functional.scaled_dot_product_attention
-    impls = [
-        Impl("sdpa", lambda: sdpa(qt, kt, vt)),
-        Impl("fa.raw_op", lambda: raw(q, k, v)),
-        Impl("fa.attention", lambda: fa.attention(q, k, v)),
-        Impl("fa.ops.forward", lambda: public(q, k, v)),
-    ]
-    leaves = [t.clone().requires_grad_() for t in (q, k, v)]
-    turned = [t.transpose(1, 2).detach().requires_grad_() for t in leaves]
-
-    def train(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        with torch.enable_grad():
-            out = function(*inputs)
-            return torch.autograd.grad(out, inputs, out.detach())
-
-    impls.append(Impl("sdpa.train", lambda: train(sdpa, turned)))
-    if not device.startswith("cuda"):
-        return [*impls, Impl("fa.train", lambda: train(fa.attention, leaves))]
-    reason = fa.supports(*leaves)
-    if reason is True:
-        impls.append(Impl("fa.train", lambda: train(fa.attention, leaves)))
-    else:
-        print(f"host time of training is not measured: {reason}")
-    impls.append(Impl("fa.c_call", _c_call(q, k, v)))
-    return impls
-
-
-def time_host(impls: list[Impl], cuda: bool, repeats: int, calls: int) -> None:
-    """Fills `samples_ms` with host time per call, without a wait inside a sample."""
-    with torch.no_grad(), no_garbage_collection(), ExitStack():
-        for turn in range(repeats + 2):
-            for step in range(len(impls)):
-                impl = impls[(turn + step) % len(impls)]
-                if cuda:
-                    torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(calls):
-                    impl.call()
-                elapsed = (time.perf_counter() - start) * 1e3 / calls
-                if turn >= 2:  # two rounds to warm up
-                    impl.samples_ms.append(elapsed)
-    if cuda:
-        torch.cuda.synchronize()

@@ -21,6 +21,7 @@ import numpy as np
 
 import driver_backward
 import libfa
+import machine
 
 # Streaming multiprocessors and shared memory of an A100, an RTX 4090 and an H200, which runs rows
 # of both architectures.
@@ -298,6 +299,8 @@ def main() -> int:
     parser.add_argument("--memory", choices=("bindings", "core"), default="bindings")
     parser.add_argument("--plan", action="store_true", help="plan only, launch nothing")
     options = parser.parse_args()
+    if not options.plan:
+        machine.require_gpu("driver.py", "`--plan` plans every row without one")
     library = libfa.Library()
     rows = [row for row in library.rows() if fnmatch.fnmatch(row.id, options.rows)]
     if not rows:

@@ -23,6 +23,7 @@ import torch  # noqa: E402  (after the paths)
 
 import bench_impls  # noqa: E402
 import fa  # noqa: E402
+import machine  # noqa: E402
 from fa.quantize import GRANULARITIES, QuantizedQkv, relative_rmse  # noqa: E402
 
 
@@ -75,6 +76,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=4096)
     parser.add_argument("--dim", type=int, default=128)
     options = parser.parse_args()
+    if options.device.startswith("cuda"):
+        machine.require_gpu("fp8_error.py", "`--device cpu` gives fa's errors", torch_too=True)
     calls = {"fa": ours} | (peers() if options.device.startswith("cuda") else {})
     print("| inputs | factors | rotated | " + " | ".join(calls) + " |")
     print("|---|---|---|" + "---|" * len(calls))

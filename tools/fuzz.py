@@ -28,6 +28,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import machine
+
 ROOT = Path(__file__).resolve().parents[1]
 for _folder in (ROOT / "tools", ROOT / "tests", ROOT / "tests" / "gpu"):
     if str(_folder) not in sys.path:
@@ -153,15 +155,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--backend", help="one of sm90, sm80, cpu, auto; default: all in turn")
     options = parser.parse_args(arguments)
+    if options.device == "cuda":
+        machine.require_gpu("fuzz.py", "`--device cpu` tests the CPU backend", torch_too=True)
     os.environ["FA_TEST_DEVICE"] = options.device
 
     import harness
-    import torch
 
     if options.device != harness.DEVICE:
         parser.error(f"this process already tests on {harness.DEVICE}: start another for it.")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("no CUDA GPU is visible to torch here; `--device cpu` tests the CPU backend.")
     seed = random.SystemRandom().randrange(2**31) if options.seed is None else options.seed
     backends = (options.backend,) if options.backend else harness.backends()
     if not backends:

@@ -27,10 +27,11 @@ esac
 mode=${1:-quick}
 case $mode in quick | full) ;; *)
   echo "mode '$mode': allowed are quick and full." >&2
-  exit 64
+  exit 2
   ;;
 esac
 python=${PYTHON:-python3}
+"$python" tools/machine.py require gpu_check.sh || exit 2
 out=${FA_CHECK_OUT:-$root/build/gpu_check}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

@@ -12,7 +12,8 @@ import argparse
 import fnmatch
 import sys
 
-from bench_cells import change_table, compare, geometric_mean, read_lines
+from bench_cells import compare, geometric_mean, read_lines
+from bench_tables import change_table
 
 
 def main(arguments: list[str] | None = None) -> int:

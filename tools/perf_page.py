@@ -14,15 +14,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from bench_cells import (
-    Record,
-    by_cell,
-    column,
-    columns_of,
-    forward_table,
-    other_table,
-    read_lines,
-)
+from bench_cells import Record, by_cell, column, read_lines
+from bench_tables import columns_of, forward_table, other_table
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "docs" / "results" / "h200.jsonl"
@@ -62,6 +55,8 @@ def block(lines: list[Record]) -> str:
     for op, title in (
         ("backward", "Backward, through autograd; det: deterministic."),
         ("step", "Forward and backward of a training step, grouped heads."),
+        ("models", "Calls of well-known models (`tools/bench_models.py`)."),
+        ("models step", "Forward and backward of a training step of such models."),
     ):
         table = forward_table(lines, op)
         if table:

@@ -5,8 +5,9 @@
 #   tools/sanitize.sh [quick|full] [TOOL…]
 #
 # One process per tool (racecheck: one per architecture) runs tools/driver.py, which imports no torch. quick: the
-# bf16 rows of head dim 128. Status 0: clean, 77: not run, with the reason, else findings. A finding of racecheck on
-# bulk copies can be false: tests/gpu/test_determinism.py repeats each small shape 1000 times; look there first.
+# bf16 rows of head dim 128. Status 0: clean, 2: no GPU, 77: not run, with the reason, else findings. A finding of
+# racecheck on bulk copies can be false: tests/gpu/test_determinism.py repeats each small shape 1000 times; look there
+# first.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 mode=${1:-full}
@@ -14,6 +15,7 @@ shift $(($# > 0 ? 1 : 0))
 tools=("$@")
 [ ${#tools[@]} != 0 ] || tools=(memcheck synccheck initcheck racecheck)
 python=${PYTHON:-python3}
+"$python" tools/machine.py require sanitize.sh || exit 2
 out=${FA_CHECK_OUT:-build/gpu_check}
 mkdir -p "$out"
 findings=$out/sanitize_findings.txt # whole output of every process that was not clean

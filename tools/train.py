@@ -33,6 +33,7 @@ importlib.import_module("clone_package")
 
 import torch  # noqa: E402  (the path comes first)
 
+import machine  # noqa: E402
 from fa._cli import compare, fetch, measure  # noqa: E402
 
 # Shapes of SmolLM2-135M, and of a model of its kind that a CPU trains in seconds.
@@ -99,6 +100,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options.device = torch.device(
         options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     )
+    if options.device.type == "cuda":
+        machine.require_gpu("train.py --device cuda", "`--device cpu` trains here", torch_too=True)
     options.dtype = torch.bfloat16 if options.device.type == "cuda" else torch.float32
     return options
 

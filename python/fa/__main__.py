@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # What does `python -m fa` do?
-"""`python -m fa info | demo | bench | profile`; see `python -m fa --help`."""
+"""`python -m fa info | env | demo | bench | profile`; see `python -m fa --help`."""
 
 import os
 import sys

@@ -12,29 +12,34 @@ from pathlib import Path
 
 import pytest
 
-import bench_cells
 import ladder
 import perf_page
 from bench_cells import (
+    BASE_FIELDS,
     FIELDS,
     Cell,
     Record,
+    backward_cells,
     best_peer,
     by_cell,
-    change_table,
+    cell_key,
     column,
     compare,
     forward_cells,
-    forward_table,
     geometric_mean,
     is_ours,
+    not_measured,
     ratio,
     read_lines,
     record,
     shape_cells,
+    step_cells,
     visible_pairs,
     write_lines,
 )
+from bench_models import model_cells, small
+from bench_report import page
+from bench_tables import change_table, figure, forward_table
 from fa import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -62,7 +67,8 @@ def lines(ours: float = 1.0, seqlen: int = 1024, slower: float = 1.0) -> list[Re
 
 
 def test_fields_are_those_agreed_on() -> None:
-    assert list(FIELDS) == ACCEPTED
+    assert list(BASE_FIELDS) == ACCEPTED
+    assert FIELDS[: len(ACCEPTED)] == BASE_FIELDS
     with pytest.raises(ValueError, match="speed"):
         record(speed=1)
 
@@ -72,8 +78,8 @@ def test_cells_are_those_of_the_table() -> None:
     assert len(cells) == 3 * 2 * 3
     one = next(c for c in cells if (c.head_dim, c.causal, c.seqlen) == (128, True, 4096))
     assert (one.batch, one.heads) == (4, 16)
-    assert one.flops == 4 * 4 * 16 * 4096**2 * 128 / 2
-    assert one.bytes == 4 * 2 * 4 * 4096 * 16 * 128
+    assert one.flops == 4 * 128 * 4 * 16 * (4096 * 4097 / 2)
+    assert one.bytes == 4 * 2 * 4 * 4096 * 16 * 128 + 4 * 4 * 16 * 4096
 
 
 def test_cells_of_other_shapes() -> None:
@@ -82,7 +88,7 @@ def test_cells_of_other_shapes() -> None:
     assert all(cell.fields()["op"] == "shapes" for cell in cells)
     named = {cell.name: cell for cell in cells}
     group = named["bfloat16 D128 causal S4096 B4 H32/8"]
-    assert group.bytes == 2 * 128 * (2 * 32 + 2 * 8) * 16384
+    assert group.bytes == (2 * 128 * (2 * 32 + 2 * 8) + 4 * 32) * 16384
     assert named["bfloat16 D192x128 full S1024 B16 H16"].flops == 2 * 320 * 16 * 16 * 1024**2
     assert sum(1 for cell in cells if cell.dtype == "float16") == 6
     for rows, keys, causal, window in (
@@ -94,7 +100,7 @@ def test_cells_of_other_shapes() -> None:
     ):
         seen = reference.visible(rows, keys, window[0], 0 if causal else window[1], 0)
         assert visible_pairs(rows, keys, causal, window) == seen.sum()
-    assert visible_pairs(8, 8, True) == 32
+    assert visible_pairs(8, 8, True) == reference.visible(8, 8, -1, 0, 0).sum() == 36
 
 
 def test_columns_tell_ours_from_fa2() -> None:
@@ -184,11 +190,15 @@ def test_smoke_run(tmp_path: Path) -> None:
     file = tmp_path / "run.jsonl"
     command = [sys.executable, str(ROOT / "tools" / "bench.py"), "--device", "cpu", "--quick"]
     command += ["--dims", "64", "--lengths", "64", "--repeats", "3", "--json", str(file)]
+    command += ["--report", str(tmp_path / "run.html")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     found = read_lines(file)
-    assert {x["op"] for x in found} == {"forward", "shapes", "backward", "host", "gemm", "copy"}
+    ops = {"forward", "shapes", "backward", "models", "models step", "host", "gemm", "copy"}
+    assert {x["op"] for x in found} == ops
+    assert {x["score"] for x in found if x["model"]} == {"scale", "softcap 50", "sinks"}
+    assert all(x["p20_ms"] <= x["median_ms"] <= x["p80_ms"] for x in found)
     modes = {(x["impl"], x["deterministic"]) for x in found if x["op"] == "backward"}
     assert modes == {("fa", False), ("fa", True), ("sdpa", False)}
     assert {x["impl"] for x in found if x["op"] == "forward"} == {"fa", "sdpa"}
@@ -198,11 +208,12 @@ def test_smoke_run(tmp_path: Path) -> None:
     assert all(x["median_ms"] > 0 and x["repeats"] >= 3 for x in found)
     assert len({x["run_id"] for x in found}) == 1
     assert "geometric mean" in done.stdout
+    assert "peer sdpa: " in done.stdout
+    assert "WRONG" not in done.stdout
+    assert (tmp_path / "run.html").read_text().startswith(page(found)[:-1])
 
 
 def test_backward_cells_count_five_products() -> None:
-    from bench_cells import backward_cells, step_cells
-
     (cell,) = backward_cells(["bfloat16"], [128], [1024])[:1]
     (forward,) = forward_cells(["bfloat16"], [128], [1024])[:1]
     assert cell.flops == 2.5 * forward.flops
@@ -229,7 +240,12 @@ def test_a_wrong_result_is_not_timed() -> None:
 
 
 def test_bad_arguments_say_what_is_allowed() -> None:
-    for arguments, text in ((["--ops", "sideways"], "forward"), ([], "no CUDA GPU")):
+    for arguments, text in (
+        (["--ops", "sideways"], "forward"),
+        (["--device", "cpu", "--timer", "graph"], "graph needs a GPU"),
+        (["--report", "page.pdf"], ".html or .png"),
+        (["--compare", "no.jsonl"], "there is no file no.jsonl"),
+    ):
         done = subprocess.run(
             [sys.executable, str(ROOT / "tools" / "bench.py"), *arguments],
             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "CUDA_VISIBLE_DEVICES": ""},
@@ -249,4 +265,127 @@ def test_row_is_read_from_a_plan() -> None:
     assert bench_impls.row_of("no kernel") is None
 
 
-assert bench_cells.FIELDS is FIELDS
+def test_cells_of_models() -> None:
+    cells = model_cells()
+    assert len({cell_key(record(**cell.fields(), l2="hot")) for cell in cells}) == len(cells)
+    named = {(cell.model, cell.work): cell for cell in cells}
+    llama = named["Llama-3 8B", "forward"]
+    assert (llama.heads, llama.key_heads, llama.head_dim, llama.seqlen) == (32, 8, 128, 8192)
+    assert llama.name == "Llama-3 8B: bfloat16 D128 causal S8192 B1 H32/8"
+    assert llama.flops == 4 * 128 * 32 * (8192 * 8193 / 2)
+    oss = named["gpt-oss local", "forward"]
+    assert (oss.score, oss.window, oss.causal) == ("sinks", (127, 0), False)
+    assert oss.flops == 4 * 64 * 64 * reference.visible(16384, 16384, 127, 0, 0).sum()
+    assert named["Gemma-2 9B local", "forward"].name.endswith(
+        "window 4095,0 S8192 B1 H16/8 softcap 50"
+    )
+    decode = named["Llama-3 8B decode", "forward"]
+    assert (decode.batch, decode.seqlen, decode.keys) == (16, 1, 8192)
+    assert decode.flops / decode.bytes < 5, "reads of the cache are what it costs"
+    assert named["BERT large", "step"].op == "models step"
+    videos = [cell for cell in cells if cell.seqlen > 30000 and not cell.causal]
+    assert len(videos) == 2
+    for cell in cells:
+        tiny = small(cell)
+        assert tiny.flops < 2e8
+        assert (tiny.score, tiny.head_dim, tiny.head_dim_v) == (
+            *(cell.score, cell.head_dim, cell.head_dim_v),
+        )
+
+
+def test_bytes_follow_the_dtype() -> None:
+    e4m3, bf16 = (Cell(dtype, 128, False, 1024) for dtype in ("float8_e4m3fn", "bfloat16"))
+    elements, rows = 16384 * 2048, 16384 * 16
+    assert bf16.bytes == 4 * 2 * elements + 4 * rows
+    assert e4m3.bytes == (3 * 1 + 2) * elements + 4 * rows, "its output has 16 bits"
+
+
+def test_memory_bound_cells_show_their_bandwidth() -> None:
+    assert figure(record(tflops=2.0, gbs=3000.0)) == "2 (3000 GB/s)"
+    assert figure(record(tflops=600.0, gbs=800.0)) == "600"
+
+
+def spread(ms: float, low: float, high: float) -> list[Record]:
+    return [line("fa", ms, SM90) | {"p20_ms": low, "p80_ms": high}]
+
+
+def test_a_loss_within_the_spread_of_both_runs_is_none() -> None:
+    (inside,) = compare(spread(1.0, 0.9, 1.2), spread(1.1, 1.0, 1.3))
+    assert inside.gain == pytest.approx(-1 / 11)
+    assert not inside.lost, "p20 of the new run is faster than p80 of the old"
+    (outside,) = compare(spread(1.0, 0.98, 1.02), spread(1.1, 1.08, 1.12))
+    assert outside.lost
+    (slight,) = compare(spread(1.0, 0.999, 1.001), spread(1.02, 1.019, 1.021))
+    assert not slight.lost, "2 % are allowed"
+    without = [x | {"p20_ms": None, "p80_ms": None} for x in spread(1.0, 1.0, 1.0)]
+    (old,) = compare(without, spread(1.1, 1.08, 1.12))
+    assert old.lost, "a file from before the fields"
+
+
+def test_cells_that_are_gone_are_named() -> None:
+    assert not_measured(lines(), lines()) == []
+    gone = not_measured(lines() + lines(seqlen=4096), lines())
+    assert gone == [
+        f"in the older file alone: forward bfloat16 D128 full S4096 {row}." for row in (SM90, SM80)
+    ]
+    assert not_measured([record(op="host", impl="fa.train")], lines()) == []
+
+
+def test_a_file_without_the_later_fields_can_be_read(tmp_path: Path) -> None:
+    old = dict.fromkeys(BASE_FIELDS) | {"op": "copy"}
+    (tmp_path / "old.jsonl").write_text(json.dumps(old) + "\n")
+    (found,) = read_lines(tmp_path / "old.jsonl")
+    assert list(found) == list(FIELDS)
+    assert read_lines(ROOT / "docs" / "results" / "h200.jsonl")
+
+
+def test_the_page_shows_every_cell_and_its_spread() -> None:
+    common = {"commit": "c" * 40, "gpu": "H<200>", "driver": "1", "torch": "2", "timer": "events"}
+    one = [x | common | {"p20_ms": 0.9, "p80_ms": 1.1, "sm_mhz": [1500, 1700]} for x in lines()]
+    text = page(one, ["a <note>"])
+    assert text.count("<rect") == len(one)
+    assert text.count("<path") == len(one)
+    assert "SM clock 1500 to 1700 MHz, temperature unknown." in text
+    assert "H&lt;200&gt;" in text
+    assert "<p>a &lt;note&gt;</p>" in text
+
+
+def test_overlapping_kernels_count_once() -> None:
+    pytest.importorskip("torch")
+    from bench_timers import covered
+
+    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.8)]) == 5.0
+    assert covered([]) == 0.0
+
+
+def test_a_call_that_cannot_be_captured_is_named_and_the_others_are_timed() -> None:
+    pytest.importorskip("torch")
+    from bench_timers import Impl, Timer, time_interleaved
+
+    class Choosy(Timer):
+        def prepare(self, call, calls):
+            if call is bad:
+                raise RuntimeError("no capture\nof this")
+            return super().prepare(call, calls)
+
+    def bad() -> None:
+        pass
+
+    good = Impl("good", lambda: None)
+    failed = time_interleaved([good, Impl("bad", bad)], Choosy("cpu"), 3, 0.01)
+    assert failed == {"bad": "RuntimeError: no capture"}
+    assert len(good.samples_ms) == 3
+    with pytest.raises(ValueError, match="graph needs CUDA"):
+        Timer("cpu", kind="graph")
+
+
+def test_the_list_of_cells_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    import bench
+
+    assert bench.main(["--list", "--ops", "models", "--only", "Wan*"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert len(out) == 2
+    assert out[0].startswith(
+        "models   Wan2.1 1.3B 480p: bfloat16 D128 full S32760 B1 H12: 6594 GFLOP"
+    )

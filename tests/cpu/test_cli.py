@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fa
-from fa._cli import compare, demo, fetch, info, lengths, main, measure
+from fa._cli import compare, demo, env, fetch, info, lengths, main, measure, tools
 
 CPU = torch.device("cpu")
 PACKAGE_FOLDER = str(Path(fa.__file__).parents[1])
@@ -59,7 +59,7 @@ def test_info_lists_every_row_of_the_library():
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["frobnicate"], 'Unknown command "frobnicate": allowed are info, demo'),
+        (["frobnicate"], 'Unknown command "frobnicate": allowed are info, env, demo'),
         ([], "No command was given"),
         (["demo", "--no-model", "--model", "x"], "--no-model goes with none of"),
         (["demo", "--device", "tpu"], '"tpu" is not available; allowed are'),
@@ -276,3 +276,77 @@ def test_profile_shows_where_the_time_goes():
     done = run("profile", "--device", "cpu", "--length", "128", "--calls", "1")
     assert done.returncode == 0, done.stderr
     assert "fa::_forward" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "tool"),
+    [(["bench", "--quick"], "bench.py"), (["profile", "sm90_row"], "ncu/profile.sh")],
+)
+def test_an_installed_package_says_where_the_tools_are(arguments, tool, monkeypatch, capsys):
+    monkeypatch.setattr(tools, "source_tool", lambda name: None)
+    assert main(arguments) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    assert sentence.startswith(f"tools/{tool} is part of the source tree of fa")
+
+
+def test_tools_of_the_clone_get_the_arguments(monkeypatch):
+    calls = []
+
+    def spy(command, env):
+        calls.append((command, env["PYTHONPATH"].split(os.pathsep)[0], env["PYTHON"]))
+        return subprocess.CompletedProcess(command, 3)
+
+    monkeypatch.setattr(tools.subprocess, "run", spy)
+    monkeypatch.delenv("PYTHON", raising=False)
+    assert main(["bench", "--ops", "copy"]) == 3
+    assert main(["profile", "sm90_row", "a.ncu-rep", "--causal"]) == 3
+    folder = Path(__file__).resolve().parents[2] / "tools"
+    bench, script = str(folder / "bench.py"), str(folder / "ncu/profile.sh")
+    assert [command for command, _, _ in calls] == [
+        [sys.executable, bench, "--ops", "copy"],
+        ["bash", script, "sm90_row", "a.ncu-rep", "--causal"],
+    ]
+    assert {(path, python) for _, path, python in calls} == {(PACKAGE_FOLDER, sys.executable)}
+
+
+def test_env_prints_what_is_around(monkeypatch):
+    done = run("env", CUDA_VISIBLE_DEVICES="", FA_SECRET_KEY="word", OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    titles = [line[3:] for line in done.stdout.splitlines() if line.startswith("== ")]
+    assert titles == [
+        *("fa", "system", "GPUs (nvidia-smi)", "programs", "packages", "clone", "variables"),
+    ]
+    assert f"{fa.__version__} in {Path(fa.__file__).parent}" in done.stdout
+    assert f"torch {torch.__version__}" in done.stdout
+    assert "FA_SECRET_KEY=(hidden)" in done.stdout
+    assert "word" not in done.stdout.split("== variables")[1]
+
+
+def test_env_works_where_fa_does_not_load(tmp_path):
+    """As tools/collect_env.py, with a torch that cannot be imported."""
+    (tmp_path / "torch.py").write_text("raise ImportError('broken on purpose')\n")
+    script = Path(__file__).resolve().parents[2] / "tools" / "collect_env.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "python -m fa info fails with status 1:" in done.stdout
+    assert "broken on purpose" in done.stdout
+    assert "== packages" in done.stdout
+
+
+def test_env_reads_every_gpu(monkeypatch, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    values = ", ".join(["NVIDIA H200", "580.1", *["1"] * (len(env.SMI_FIELDS) - 2)])
+    smi.write_text(f"#!/bin/sh\necho '{values}'\necho '{values}'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    first, second = env._gpus()
+    assert first.startswith("0: name NVIDIA H200, driver_version 580.1, compute_cap 1")
+    assert second.startswith("1: name NVIDIA H200")
+    smi.write_text("#!/bin/sh\necho no driver; exit 9\n")
+    assert env._gpus() == ["nvidia-smi fails with status 9: no driver"]

@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What does ordinary arithmetic cost the tensor cores that run beside it?
 //
-//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a \
-//     -I$(python3 tools/toolchain.py cutlass) -o beside tools/microbench/beside.cu && ./beside
+//   python3 tools/microbench/run.py beside
 //
 // Two warpgroups issue WGMMA without a pause, one or two others one kind of instruction. `lost` is
 // what one of those, issued on every scheduler, takes from the products, in clocks.
@@ -12,6 +11,8 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
+
+#include "device.h"
 
 namespace {
 
@@ -145,6 +146,7 @@ void both(unsigned long long* device) {
 }  // namespace
 
 int main() {
+  if (const int status = no_hopper("beside")) return status;
   unsigned long long* device = nullptr;
   cudaMalloc(&device, 32);
   both<Kind::kNothing>(device);

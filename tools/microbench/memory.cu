@@ -1,14 +1,15 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // How fast do bulk copies fill shared memory out of L2 and out of DRAM?
 //
-//   nvcc -std=c++20 -O3 -gencode arch=compute_90a,code=sm_90a -o memory tools/microbench/memory.cu
-//   ./memory
+//   python3 tools/microbench/run.py memory
 //
 // One thread per block keeps kSlots copies of kBytes in flight; one block per multiprocessor.
 #include <cuda_runtime.h>
 
 #include <cstdint>
 #include <cstdio>
+
+#include "device.h"
 
 namespace {
 
@@ -75,6 +76,7 @@ void measure(const char* source, size_t footprint) {
 }  // namespace
 
 int main() {
+  if (const int status = no_hopper("memory")) return status;
   const size_t most = size_t{512} << 20;
   char* source = nullptr;
   cudaMalloc(&source, most);

@@ -2,8 +2,7 @@
 // How many clocks does a WGMMA take, by operand source and width, and what do exponentials beside
 // it cost?
 //
-//   nvcc -std=c++20 -O3 --expt-relaxed-constexpr -gencode arch=compute_90a,code=sm_90a \
-//     -I$(python3 tools/toolchain.py cutlass) -o wgmma tools/microbench/wgmma.cu && ./wgmma
+//   python3 tools/microbench/run.py wgmma
 //
 // Every multiprocessor runs the same loop on random operands, so that the clock is the one the
 // power limit leaves. `ideal` is n / 2 clocks for 64 x n x 16, what the tensor cores need.
@@ -14,6 +13,8 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/atom/mma_atom.hpp>
 #include <cute/tensor.hpp>
+
+#include "device.h"
 
 namespace {
 
@@ -210,6 +211,7 @@ void widths(const Buffers& to) {
 }  // namespace
 
 int main() {
+  if (const int status = no_hopper("wgmma")) return status;
   Buffers to{};
   cudaMalloc(&to.clocks, 8);
   cudaMalloc(&to.exps, 8);

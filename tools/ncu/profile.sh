@@ -10,11 +10,12 @@
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 row=${1:?a regular expression over row ids, for example sm90_fwd_bf16_d128_band}
+"${PYTHON:-python3}" tools/machine.py require ncu/profile.sh || exit 2
 report=${2:-build/$row.ncu-rep}
 shift $(($# > 1 ? 2 : 1))
 command -v ncu >/dev/null || {
   echo "ncu is not installed: it comes with the CUDA toolkit (Nsight Compute)." >&2
-  exit 69
+  exit 2
 }
 mkdir -p "$(dirname "$report")"
 sections=(--set full --import-source yes)

@@ -13,9 +13,10 @@ __all__ = ["main"]
 # name: (module with `run(arguments) -> exit code`, what it does)
 COMMANDS = {
     "info": ("fa._cli.info", "the environment, for a bug report"),
+    "env": ("fa._cli.env", "info, and the compilers, GPUs and packages around it"),
     "demo": ("fa._cli.demo", "a real model with fa's attention, and why it pays"),
     "bench": ("fa._cli.tools", "time the kernels beside their peers (from the source tree)"),
-    "profile": ("fa._cli.tools", "a few calls under torch's profiler"),
+    "profile": ("fa._cli.tools", "a few calls under torch's profiler, or one row under ncu"),
 }
 
 USAGE = "\n".join(

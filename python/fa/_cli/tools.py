@@ -2,9 +2,9 @@
 # How fast are the calls here, and where does their time go?
 """`python -m fa bench` and `python -m fa profile`.
 
-`bench` hands its arguments to tools/bench.py of the source tree (peers, JSON lines). An installed
-package has no tools folder: there the table of the demo is measured instead. `profile` runs
-a few calls under torch's profiler.
+`bench` hands its arguments to tools/bench.py of the source tree. `profile ROW …` hands them to
+tools/ncu/profile.sh there (Nsight Compute, one kernel row); without a row it runs a few calls under
+torch's profiler, which needs neither. An installed package has no tools folder, and says so.
 """
 
 from __future__ import annotations
@@ -36,29 +36,41 @@ def source_tool(name: str) -> Path | None:
     return None
 
 
+def _hand_over(name: str, program: str, arguments: Sequence[str]) -> int:
+    """Runs tools/<name> with this package on its path; 2 where there is no such file."""
+    tool = source_tool(name)
+    if tool is None:
+        print(
+            f"tools/{name} is part of the source tree of fa and not of an installed package: run "
+            "this in a clone, or from the folder of one.",
+            file=sys.stderr,
+        )
+        return 2
+    folder = str(Path(fa.__file__).resolve().parents[1])
+    path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
+    environment = {"PYTHON": sys.executable, **os.environ, "PYTHONPATH": path}
+    return subprocess.run([program, str(tool), *arguments], env=environment).returncode
+
+
 def bench(arguments: Sequence[str]) -> int:
-    """Runs tools/bench.py, or the demo's table where there is none."""
-    tool = source_tool("bench.py")
-    if tool is not None:
-        folder = str(Path(fa.__file__).resolve().parents[1])
-        path = os.pathsep.join(p for p in (folder, os.environ.get("PYTHONPATH")) if p)
-        command = [sys.executable, str(tool), *arguments]
-        return subprocess.run(command, env={**os.environ, "PYTHONPATH": path}).returncode
-    print(
-        "tools/bench.py, which times fa beside other libraries, is part of the source tree and not "
-        "of an installed package; run this in a clone for that. Here is the table of the demo:\n",
-        file=sys.stderr,
-    )
-    return demo.run(["--no-model", *arguments], "bench")
+    """Runs tools/bench.py."""
+    return _hand_over("bench.py", sys.executable, arguments)
 
 
 def profile(arguments: Sequence[str]) -> int:
+    """Nsight Compute over one kernel row where a row is named, else torch's profiler."""
+    if arguments and not arguments[0].startswith("-"):
+        return _hand_over("ncu/profile.sh", "bash", arguments)
+    return _torch_profile(arguments)
+
+
+def _torch_profile(arguments: Sequence[str]) -> int:
     """A few calls under torch's profiler."""
     parser = argparse.ArgumentParser(
         prog="python -m fa profile",
         description="Runs one causal call of fa.attention a few times under torch's profiler.",
-        epilog="For the counters of one kernel, on a machine with Nsight Compute and a clone of "
-        "the source: tools/ncu/profile.sh ROW",
+        epilog="python -m fa profile ROW [REPORT] [options]: the counters of one kernel row by "
+        "Nsight Compute; needs a GPU, ncu and a clone of the source (tools/ncu/profile.sh).",
     )
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu")
     parser.add_argument("--length", type=int, default=2048, help="tokens (default 2048)")
