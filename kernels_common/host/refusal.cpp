@@ -67,8 +67,25 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
   return rows;
 }
 
-// The head dim of the row that would be needed: the kernel sizes in use are 64, 128, 192 and 256.
-int row_dim(int dim) { return (dim + 63) / 64 * 64; }
+// The head dim of the row that would be needed. Sizes in use are multiples of 64, and 96 where the
+// kernels can have it: e4m3 panels and those of the Hopper backward are 64 columns wide.
+int row_dim(int dim, bool can_be_96) {
+  return can_be_96 && dim > 64 && dim <= 96 ? 96 : (dim + 63) / 64 * 64;
+}
+
+// What a family of kernels starts from, in the columns of the table; its config.h says why.
+struct FirstTile {
+  int tile_m, tile_n, warps, stages;
+  const char* knobs;
+};
+
+FirstTile first_tile(Op op, bool hopper, bool e4m3) {
+  if (op == Op::kBackward)
+    return hopper ? FirstTile{64, 128, 12, 2, "stages_ds=2 dq=vector"}
+                  : FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
+  if (!hopper) return FirstTile{128, 64, 4, 1, ""};
+  return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : ""};
+}
 
 // Only Ampere rows split the keys.
 bool hopper_splits(const Problem& p) { return p.num_splits > 1 && p.force_arch == 90; }
@@ -109,13 +126,22 @@ bool beyond_the_table(const Problem& p) {
          hopper_reserve(p);
 }
 
-// The line of tools/variants.csv that would cover the call, with the tile of the nearest row as a
-// starting point.
+// The line of tools/variants.csv that would cover the call. Its tile is a starting point: that of
+// the nearest row, if that is of the same family.
 std::string needed_line(const Problem& p, const DeviceInfo& device, const KernelEntry* nearest) {
   const bool hopper = p.force_arch == 90 || (p.force_arch == 0 && device.hopper());
   const int arch = hopper ? 90 : 80;
-  const bool like = nearest != nullptr && nearest->config.arch == arch;
-  const int dqk = row_dim(p.dim_qk), dv = row_dim(p.dim_v);
+  const bool e4m3 = p.dtype == DType::kE4m3, backward = p.op == Op::kBackward;
+  const bool can_be_96 = !e4m3 && !(hopper && backward);
+  const int dqk = row_dim(p.dim_qk, can_be_96), dv = row_dim(p.dim_v, can_be_96);
+  FirstTile tile = first_tile(p.op, hopper, e4m3);
+  if (nearest != nullptr && nearest->config.arch == arch && nearest->config.op == p.op &&
+      nearest->config.dtype == p.dtype) {
+    const KernelConfig& row = nearest->config;
+    tile = FirstTile{row.tile_m, row.tile_n, row.warps, row.stages, tile.knobs};
+  }
+  std::string knobs = tile.knobs;
+  if (p.dropout_p > 0) knobs += knobs.empty() ? "dropout=1" : " dropout=1";
   const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0;
   const char* dtype = dtype_name(p.dtype);
   const char* kv_dtype = dtype_name(p.kv_dtype);
@@ -131,11 +157,9 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
                 "release,30,\"why\"",
                 arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "", arch,
                 short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
-                loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain),
-                like ? nearest->config.tile_m : 128, like ? nearest->config.tile_n : 64,
-                like ? nearest->config.warps : (hopper ? 12 : 4),
-                like ? nearest->config.stages : (hopper ? 2 : 1), hopper ? "overlap" : "serial",
-                p.dropout_p > 0 ? "dropout=1" : "");
+                loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain), tile.tile_m,
+                tile.tile_n, tile.warps, tile.stages, hopper && !e4m3 ? "overlap" : "serial",
+                knobs.c_str());
   return line;
 }
 

@@ -380,6 +380,32 @@ void backward_rows() {
   expect_contains(last_error(), "No column of tools/variants.csv states that.");
 }
 
+// Values and knobs that config.h of the family asks for, and a head dim that it can have.
+void lines_of_missing_rows() {
+  const auto needed = [](const Call& call, Op op, const char* line) {
+    expect_equal(plan_call(call, kTable, op).status, FA_ERROR_UNSUPPORTED, line);
+    expect_contains(last_error(), "The row needed in tools/variants.csv: ");
+    expect_contains(last_error(), line);
+  };
+  needed(Call(2, 512, 512, 8, 8, 80).h200().backward(), Op::kBackward,
+         "sm90_bwd_bf16_d128_band,90,bwd,bf16,bf16,128,128,band,scale,tma,tma,64,128,12,2,1,static,"
+         "overlap,stages_ds=2 dq=vector,release,30,");
+  needed(Call(2, 512, 512, 8, 8, 80).a100().backward(), Op::kBackward,
+         "sm80_bwd_bf16_d96_band,80,bwd,bf16,bf16,96,96,band,scale,cpasync,cpasync,64,64,8,1,1,"
+         "static,serial,dq=atomic dq_turns=8,release,30,");
+  Call capped = Call(2, 512, 512, 8, 8, 80).h200();
+  capped.params.score.softcap = 30;
+  needed(capped, Op::kForward,
+         "sm90_fwd_bf16_d96_band_any,90,fwd,bf16,bf16,96,96,band,any,tma,tma,128,128,12,2,1,static,"
+         "overlap,,release,30,");
+  Call bytes = Call(2, 512, 512, 8, 8, 80, FA_E4M3).h200();
+  bytes.params.out.dtype = FA_BF16;
+  needed(
+      bytes, Op::kForward,
+      "sm90_fwd_e4m3_d128_band,90,fwd,e4m3,e4m3,128,128,band,scale,tma,tma,192,128,16,2,1,static,"
+      "serial,o_buf=1,release,30,");
+}
+
 void devices_without_rows() {
   const Table hopper_only = Table(kTable).first(5);
   expect_refused(Call(2, 512, 512, 8, 8, 128).a100(), FA_ERROR_DEVICE,
@@ -430,6 +456,7 @@ int main() {
   options_of_ampere_rows();
   options_without_rows();
   backward_rows();
+  lines_of_missing_rows();
   devices_without_rows();
   batch_invariance();
   return report("select_test");
