@@ -2,7 +2,8 @@
 # Is there a combination of options on which a backend is wrong, or refuses without a sentence?
 """Draws problems over all options of `fa::forward`, runs each on a backend, compares with fp64.
 
-Every second problem is a backward, where the library holds rows for that.
+Every second problem is a backward, where the library holds rows for that; every eighth is a forward
+of e4m3 tensors, on backends that may read them.
 
     python3 tools/fuzz.py --count 1000                  # on a GPU; the seed is printed
     python3 tools/fuzz.py --seed 123 --count 1000       # the same problems again
@@ -69,6 +70,11 @@ def execution(seed: int, number: int, backend: str, backward: bool) -> dict[str,
     return options
 
 
+def in_e4m3(number: int, backends: tuple[str, ...]) -> bool:
+    """Whether problem `number` is one of e4m3 tensors; Ampere has no such products."""
+    return number // len(backends) % 8 == 6 and backends[number % len(backends)] != "sm80"
+
+
 def as_source(case: Any) -> str:
     """A `Case(...)` that draws nothing: only what differs from the defaults."""
     given = [
@@ -80,12 +86,17 @@ def as_source(case: Any) -> str:
 
 
 def prepared(
-    seed: int, count: int, on_cpu: bool, device: str, backward: Callable[[int], bool]
+    seed: int, count: int, on_cpu: bool, device: str, kind_of: Callable[[int], str]
 ) -> Iterator[tuple[Any, Any]]:
     """(case, inputs) in order; tensors of the next ones are made in other threads meanwhile."""
 
     def make(number: int) -> tuple[Any, Any]:
-        case = draw(seed, number, on_cpu, backward(number))
+        from fp8_problems import e4m3_case
+
+        kind = kind_of(number)
+        case = draw(seed, number, on_cpu, kind == "backward")
+        if kind == "e4m3":
+            case = e4m3_case(case)
         return case, case.make(device)
 
     with ThreadPoolExecutor(1 if on_cpu else 6) as pool:
@@ -98,6 +109,31 @@ def prepared(
             yield future.result()
 
 
+def solve(
+    case: Any, inputs: Any, kind: str, seed: int, number: int, backend: str, seen: Counter[str]
+) -> str:
+    """Runs one problem and compares; "ran" or the sentence of a lawful refusal."""
+    import fp8_problems
+    import gradients
+    import harness
+    import torch
+
+    if kind == "backward":
+        return gradients.check_inputs(inputs, backend, deterministic=number % 3 == 0)
+    if kind == "e4m3":
+        return fp8_problems.check_drawn(case, inputs, random.Random(f"{seed}:{number}"), backend)
+    more = execution(seed, number, backend, False)
+    if "seed" in more:
+        drawn = torch.tensor(more.pop("seed"), dtype=torch.int64, device=harness.DEVICE)
+        inputs.options["philox_seed_offset"] = drawn
+    splits = {"num_splits": more.pop("num_splits")} if "num_splits" in more else {}
+    inputs.options.update(more)
+    outcome = harness.check_inputs(inputs, backend, **splits)
+    seen["with dropout"] += "dropout_p" in more and outcome == "ran"
+    seen["with num_splits"] += splits.get("num_splits", 0) > 1 and outcome == "ran"
+    return outcome
+
+
 def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[Counter[str], int]:
     """How often each outcome was seen, and how many problems failed (each is printed)."""
     import gradients
@@ -108,30 +144,22 @@ def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[
     failures = 0
     trained = ("cpu",) if harness.ON_CPU else tuple(row.backend for row in gradients.rows())
 
-    def backward(number: int) -> bool:
-        """Each backend in turn runs a forward, then each of them a backward."""
-        return number // len(backends) % 2 == 1 and backends[number % len(backends)] in trained
+    def kind_of(number: int) -> str:
+        """Each backend in turn runs a forward, then each of them a backward; some in e4m3."""
+        if number // len(backends) % 2 == 1 and backends[number % len(backends)] in trained:
+            return "backward"
+        return "e4m3" if in_e4m3(number, backends) else "forward"
 
-    problems = prepared(seed, count, harness.ON_CPU, device, backward)
+    problems = prepared(seed, count, harness.ON_CPU, device, kind_of)
     for number, (case, inputs) in enumerate(problems):
-        backend = backends[number % len(backends)]
+        backend, kind = backends[number % len(backends)], kind_of(number)
         try:
-            if backward(number):
-                outcome = gradients.check_inputs(inputs, backend, deterministic=number % 3 == 0)
-            else:
-                more = execution(seed, number, backend, backward(number))
-                if "seed" in more:
-                    drawn = torch.tensor(more.pop("seed"), dtype=torch.int64, device=device)
-                    inputs.options["philox_seed_offset"] = drawn
-                splits = {"num_splits": more.pop("num_splits")} if "num_splits" in more else {}
-                inputs.options.update(more)
-                outcome = harness.check_inputs(inputs, backend, **splits)
-                seen["with dropout"] += "dropout_p" in more and outcome == "ran"
-                seen["with num_splits"] += splits.get("num_splits", 0) > 1 and outcome == "ran"
+            outcome = solve(case, inputs, kind, seed, number, backend, seen)
         except Exception as error:
             failures += 1
-            more = execution(seed, number, backend, backward(number))
-            print(f"FAILED on {backend}: {as_source(case)}", flush=True)
+            more = execution(seed, number, backend, kind == "backward") if kind != "e4m3" else {}
+            word = " in e4m3" if kind == "e4m3" else ""
+            print(f"FAILED on {backend}{word}: {as_source(case)}", flush=True)
             if more:
                 print(f"with {more}", flush=True)
             print("".join(traceback.format_exception_only(error)).strip()[:600], flush=True)
@@ -139,11 +167,10 @@ def run(seed: int, count: int, device: str, backends: tuple[str, ...]) -> tuple[
                 print("The CUDA context is lost: no further problem can run in this process.")
                 break
             continue
-        kind = "ran" if outcome == "ran" else "refused"
-        op = "backward " if backward(number) else ""
-        seen[f"{backend} {op}{kind}"] += 1
+        word = "" if kind == "forward" else f"{kind} "
+        seen[f"{backend} {word}{'ran' if outcome == 'ran' else 'refused'}"] += 1
         for feature in case.features:
-            seen[f"with {feature}"] += kind == "ran"
+            seen[f"with {feature}"] += outcome == "ran"
     return seen, failures
 
 

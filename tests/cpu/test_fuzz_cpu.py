@@ -31,6 +31,7 @@ def test_drawn_problems_on_the_cpu_backend() -> None:
     done = run_fuzz("--device", "cpu", "--count", "40", "--seed", "11")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "fuzz seed 11: 40 problems, 0 failures" in done.stdout
+    assert "cpu e4m3 ran 5" in done.stdout
 
 
 def test_a_wrong_result_is_found_and_can_be_reproduced() -> None:
@@ -52,6 +53,22 @@ def test_a_wrong_result_is_found_and_can_be_reproduced() -> None:
     source = failed[0].split(": ", 1)[1]
     case = eval(source, {"Case": Case})  # the printed line is Python
     assert case in [fuzz.draw(11, n, True) for n in range(6)]
+
+
+def test_a_wrong_e4m3_result_is_found() -> None:
+    prelude = (
+        "sys.path[:0] = [str(fuzz.ROOT / 'tests'), str(fuzz.ROOT / 'tests/gpu')]\n"
+        "import os; os.environ['FA_TEST_DEVICE'] = 'cpu'\n"
+        "import fp8_problems\n"
+        "right = fp8_problems.run\n"
+        "def wrong(*tensors, **options):\n"
+        "    out, lse = right(*tensors, **options)\n"
+        "    return out * 1.2 + 0.02, lse\n"
+        "fp8_problems.run = wrong"
+    )
+    done = run_fuzz("--device", "cpu", "--count", "7", "--seed", "11", prelude=prelude)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "FAILED on cpu in e4m3: Case(" in done.stdout
 
 
 def test_draws_depend_on_seed_and_number_only() -> None:

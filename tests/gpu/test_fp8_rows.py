@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import math
+import random
 import re
 from dataclasses import replace
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import harness
 import pytest
 import torch
+from fp8_problems import check, check_drawn, e4m3_case, run, store
 from harness import DEVICE, ints, randn
 from torch import Tensor
 
 import fa
 import libfa
-from cases import Guarded, sweep
+from cases import sweep
 from compare import assert_bitwise
 from fa import reference
 from fa.quantize import FP8, relative_rmse
@@ -30,14 +32,6 @@ pytestmark = pytest.mark.skipif(
 BACKEND = "cpu" if harness.ON_CPU else "sm90"
 
 
-def store(x: Tensor) -> Tensor:
-    """e4m3, in rows of a multiple of 16 bytes as kernels need them; NaN stands between the rows."""
-    dim = x.shape[-1]
-    room = torch.full((*x.shape[:-1], -(-dim // 16) * 16), math.nan, device=x.device).to(FP8)
-    room[..., :dim] = x.clamp(-448, 448).to(FP8)
-    return room[..., :dim]
-
-
 def qkv(
     shape_q: tuple[int, ...], shape_k: tuple[int, ...], dim: int, dim_v: int = 0, seed: int = 0
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,63 +41,6 @@ def qkv(
         store(randn(*s, d, dtype=torch.float32, seed=seed + n)) for n, (s, d) in enumerate(dims)
     )
     return q, k, v
-
-
-def run(
-    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float32, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Into guarded outputs that hold NaN."""
-    out = Guarded((*q.shape[:-1], v.shape[-1]), out_dtype, DEVICE)
-    packed = "cu_seqlens_q" in options
-    lse_shape = (q.shape[1], q.shape[0]) if packed else (q.shape[0], q.shape[2], q.shape[1])
-    lse = Guarded(lse_shape, torch.float32, DEVICE)
-    with fa.backend(BACKEND):
-        torch.ops.fa.forward_out(q, k, v, **options, out=out.tensor, lse=lse.tensor)
-    out.check("out")
-    lse.check("lse")
-    return out.tensor, lse.tensor
-
-
-def score_unit(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
-    """2^-13 of the largest sum of magnitudes that a score can have."""
-
-    def norm(x: Tensor) -> float:
-        return float(x.double().nan_to_num(0.0).norm(dim=-1).max()) if x.numel() else 0.0
-
-    scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
-    for name in ("q_descale", "k_descale"):
-        if name in options:
-            scale *= float(options[name].max())
-    return 2.0**-13 * scale * norm(q) * norm(k)
-
-
-def check(
-    q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float32, **options: Any
-) -> None:
-    """Each weight is rounded to e4m3, each score errs by `score_unit`, O is rounded once."""
-    out, lse = run(q, k, v, out_dtype, **options)
-    want, want_lse = reference.attention(q, k, v, **options)
-    weighed, _ = reference.attention(q, k, v.double().abs(), **without_v(options))
-    if "v_descale" in options:  # of e4m3 values only: there are none left
-        one = torch.ones_like(options["v_descale"])
-        plain, _ = reference.attention(q, k, v, **(options | {"v_descale": one}))
-        ratio = torch.where(plain == 0, 0.0, want / plain).abs().amax(dim=-1, keepdim=True)
-        weighed = weighed * ratio
-    unit = score_unit(q, k, options)
-    assert torch.equal(torch.isfinite(lse), torch.isfinite(want_lse))
-    finite = torch.isfinite(want_lse)
-    gap = (lse.double() - want_lse)[finite].abs()
-    assert not len(gap) or gap.max() <= 2e-5 + unit + 1e-6 * want_lse[finite].abs().max()
-    assert torch.isfinite(out).all()
-    error = (out.double() - want).abs()
-    bound = (2.0**-4 + 2 * unit) * weighed + torch.finfo(out_dtype).eps * want.abs() + 1e-5
-    assert (error <= bound).all(), f"error {float((error / bound).max()):.2f} x its bound"
-    if out.numel() >= 4096 and want.any():
-        assert relative_rmse(out, want) < 0.03
-
-
-def without_v(options: dict[str, Any]) -> dict[str, Any]:
-    return {n: x for n, x in options.items() if n not in ("v_descale", "out_dtype")}
 
 
 def row_calls(row: libfa.Row) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]]:
@@ -149,18 +86,9 @@ def test_build_holds_rows(cuda_only: None) -> None:
 def test_drawn(number: int) -> None:
     """Packed, used and padded lengths, windows, chunks, sinks, groups; NaN outside the problem."""
     (case,) = sweep(611_000 + number, 1, 400)
-    values = case.values if case.values in ("normal", "constant") else "normal"
-    case = replace(case, backward=False, dlse=False, values=values, softcap=0.0, alibi="")
+    case = replace(e4m3_case(case), softcap=0.0, alibi="")
     inputs = case.make(DEVICE, poison=math.nan)
-    options = {n: x for n, x in inputs.options.items() if n != "out_dtype"}
-    if "sinks" in options:
-        options["sinks"] = options["sinks"].float()
-    generator = torch.Generator().manual_seed(number)
-    if number % 3:
-        shape = (case.sequences, inputs.k.shape[-2]) if number % 3 == 1 else (1,)
-        for name in "qkv":
-            options[f"{name}_descale"] = (torch.rand(shape, generator=generator) + 0.5).to(DEVICE)
-    check(*(store(t) for t in (inputs.q, inputs.k, inputs.v)), **options)
+    assert check_drawn(case, inputs, random.Random(number), BACKEND)
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
