@@ -4,8 +4,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -145,3 +149,16 @@ def test_ids_and_draws_are_reproducible() -> None:
     named = Case(dim=128, causal=True, heads_q=8, heads_k=2, q=1023, k=2047)
     assert named.id == "bf16-d128-causal-h8-gqa4-q1023-k2047"
     assert_bitwise("q", named.make().q, named.make().q)
+
+
+def test_the_watchdog_of_gpu_tests_leaves_others_alone() -> None:
+    """pytest asks the hook of tests/gpu about every test; one of the CPU may take its time."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "order_of_layouts"]
+        + ["tests/gpu/test_ptx.py", "tests/cpu/test_layout.py"],
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"FA_TEST_HANG_SECONDS": "1e-9"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr

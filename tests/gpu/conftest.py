@@ -45,7 +45,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):  
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item):  # type: ignore[no-untyped-def]
-    """A kernel that never ends blocks its process for good: name the test and leave."""
+    """A kernel that never ends blocks its process for good: name the test and leave.
+
+    pytest asks this hook about the tests of every folder; those of the CPU may take their time.
+    """
+    if ON_CPU or FOLDER not in item.path.parents:
+        return (yield)
 
     def leave() -> None:
         text = f"\n{item.nodeid} did not end in {HANG_SECONDS:.0f} s. {STOPPED} {_relative(item)}\n"
