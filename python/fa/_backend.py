@@ -78,7 +78,16 @@ class backend:
       gives every feature and the backward where a kernel row is missing.
 
     A backward runs on the backend that its forward ran on. Code compiled by torch.compile asks at
-    run time. Raises ValueError for any other name, TypeError for something not a string.
+    run time. The environment variable FA_BACKEND is the choice of threads that made none.
+
+    Raises:
+        TypeError, ValueError: something not a string; any other name.
+        RuntimeError: entered inside a function that torch.compile traces.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 16, 2, 32)
+        >>> with fa.backend("cpu"):
+        ...     out = fa.attention(q, k, v)
     """
 
     def __init__(self, name: str) -> None:

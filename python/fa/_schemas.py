@@ -76,3 +76,36 @@ SCHEMAS: dict[str, str] = {
     "_forward_torch": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
     "_forward_out_torch": f"({_FORWARD}, Tensor(a!) out, Tensor(b!) lse) -> ()",
 }
+
+# What each public operator does, for the pages that are made from here (tools/docs_api.py).
+MEANINGS: dict[str, str] = {
+    "forward": (
+        "Exact attention and its LSE: q [B, Sq, Hq, D] (packed [total_q, Hq, D]), k and v to "
+        "out [B, Sq, Hq, Dv] and lse [B, Hq, Sq] (packed [Hq, total_q]). Differentiable in q, k, v "
+        "and sinks, through out and lse."
+    ),
+    "forward_out": (
+        "The same into buffers of the caller; the dtype of out counts as out_dtype. Has no "
+        "gradient: an input that requires one is refused."
+    ),
+    "backward": (
+        "The gradients of a forward with the same options, from what it returned; dlse None is 0. "
+        "dsinks has no elements where there are no sinks."
+    ),
+    "backward_out": (
+        "The same into buffers of the caller; with accumulate, sums are added to what these hold."
+    ),
+    "combine": (
+        "Merges attention over disjoint sets of keys: out_partial [n, B, Sq, Hq, Dv] and "
+        "lse_partial [n, B, Hq, Sq] (packed [n, total_q, Hq, Dv] and [n, Hq, total_q]). "
+        "Differentiable."
+    ),
+    "append_kv": (
+        "Writes new keys and values into a cache, in place; new key t goes to cache_seqlens + t. "
+        'Torch operations so far: CUDA tensors need fa.backend("cpu").'
+    ),
+    "apply_rotary": (
+        "Turns the first 2 m dims of x [B, S, H, D] (packed [total, H, D]) by the tables cos and "
+        "sin [positions, m]. Differentiable in x."
+    ),
+}

@@ -9,6 +9,8 @@ Conventions of all of them: tensors are [B, S, H, D], packed [total, H, D]; `sof
 whatever is given; LSE is the natural logarithm, fp32 [B, Hq, Sq], packed [Hq, total_q].
 `q_descale`, `k_descale`, `v_descale` are fp32 [B, Hkv], for float8_e4m3fn only. `num_splits` below
 1 lets the library choose and changes only the rounding; `max_seqlen_*` never changes a result.
+`attention_chunk` c lets positions see each other only inside chunks of c, 0 is off; `softcap` caps
+scores by softcap * tanh(s / softcap), 0 is off.
 
 What differs from there: `qv`, `sm_margin` and `pack_gqa=True` raise NotImplementedError;
 `deterministic=False` yields to torch.use_deterministic_algorithms; the LSE has a gradient; partial
@@ -67,7 +69,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of q, k and v in one tensor: [B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D].
+    """`flash_attn_func` of one tensor qkv: [B, S, 3, H, D], or [B, S, Hq + 2 Hkv, D].
 
     The second form needs num_heads_q. Returns out [B, S, Hq, D], or (out, lse) with
     return_attn_probs.
@@ -223,10 +225,15 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merges attention over disjoint sets of keys: out_partial [n, B, S, H, D], both in fp32.
+    """Merges attention over disjoint sets of keys, as `fa.combine`, with LSE in another layout.
 
-    lse_partial is [n, B, S, H], and so is the LSE that is returned, [B, S, H]: not the layout of
-    fa.combine. out: receives the result, [B, S, H, D]. Returns (out, lse).
+    Args:
+        out_partial: [n, B, S, H, D], fp32.
+        lse_partial: [n, B, S, H], fp32.
+        out: receives the result, [B, S, H, D].
+        out_dtype: of the result; None: that of `out`, else fp32.
+
+    Returns: (out, lse [B, S, H]).
     """
     tensor_types(out_partial=out_partial, lse_partial=lse_partial)
     for name, t in (("out_partial", out_partial), ("lse_partial", lse_partial)):
@@ -284,11 +291,20 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention over a cache, to which k and v are appended first, in place. No backward.
 
-    q [B, Sq, Hq, D], packed with cu_seqlens_q; k_cache, v_cache [Bc, S, Hkv, D], with page_table
-    [num_pages, page_size, Hkv, D]; k, v [B, S_new, Hkv, D], packed with cu_seqlens_k_new; rotary
-    tables [positions, d / 2] turn k and q as fa.attention_kvcache says, by neighbouring pairs if
-    rotary_interleaved. cache_seqlens: int32 [B] or one number, before the call, left padding
-    included; None: full. Returns out, or (out, lse, empty, empty) with return_softmax_lse.
+    Args:
+        q: [B, Sq, Hq, D], packed with cu_seqlens_q (int32 [B + 1]).
+        k_cache, v_cache: [Bc, S, Hkv, D], with page_table [num_pages, page_size, Hkv, D].
+        k, v: new keys and values, [B, S_new, Hkv, D], packed with cu_seqlens_k_new, or None.
+        rotary_cos, rotary_sin: [positions, d / 2], turn k and q as `fa.attention_kvcache` says.
+        cache_seqlens: int32 [B] or one number, before the call, left padding included; None: full.
+        cache_batch_idx: int32 [B], which row of the cache (or of page_table) a sequence has.
+        cache_leftpad: int32 [B], rows of padding ahead of the keys.
+        page_table: int32 [Bc, pages].
+        rotary_seqlens: int32 [B], positions to start from in the place of cache_seqlens.
+        rotary_interleaved: neighbouring pairs are turned, as there; else halves.
+        scheduler_metadata: what `get_scheduler_metadata` gave for this batch size, or None.
+
+    Returns: out, or (out, lse, empty, empty) with return_softmax_lse.
     """
     pair = window_pair(window_size)
     tensor_types(q=q, k_cache=k_cache, v_cache=v_cache)
@@ -346,11 +362,20 @@ def get_scheduler_metadata(
     pack_gqa: bool | None = None,
     sm_margin: int = 0,
 ) -> Tensor:
-    """The scheduler_metadata of flash_attn_with_kvcache: int32 [batch_size], num_splits each.
+    """The scheduler_metadata of `flash_attn_with_kvcache`.
 
     fa plans inside the call, from lengths that stay on the device, so there is nothing to compute
-    ahead: the tensor ties calls to a batch size, and one of another size is refused. The other
-    arguments describe the call and change nothing.
+    ahead: the tensor ties calls to a batch size, and one of another size is refused.
+
+    Args:
+        batch_size: sequences of the call.
+        cache_seqlens, cu_seqlens_q, cu_seqlens_k_new, cache_leftpad: int32, checked for their
+            sizes alone.
+        num_heads_q, num_heads_kv: the first must be a multiple of the second.
+        max_seqlen_k_new, headdim, headdim_v, qkv_dtype, page_size, attention_chunk, has_softcap:
+            describe the call and change nothing.
+
+    Returns: int32 [batch_size] on the device of cache_seqlens, num_splits each.
     """
     refuse("get_scheduler_metadata", INSTEAD, pack_gqa=pack_gqa, sm_margin=sm_margin)
     tensor_types(cache_seqlens=cache_seqlens)

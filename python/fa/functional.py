@@ -227,6 +227,15 @@ def attention(
         TypeError, ValueError: a wrong type, dtype, shape, stride, device or value; the message
             names the argument, its value, and what is allowed.
         NotImplementedError: no kernel row covers the call; the message lists the nearest ones.
+        ImportError: CUDA tensors, and libfa.so is missing; with the command that builds it.
+        RuntimeError: a CUDA call failed, or the build has no kernel for this GPU.
+
+    Example:
+        >>> q = torch.randn(2, 128, 8, 64)
+        >>> k, v = torch.randn(2, 2, 128, 2, 64)
+        >>> out, lse = fa.attention(q, k, v, causal=True, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([2, 128, 8, 64]), torch.Size([2, 8, 128]))
     """
     if causal is not False:
         options["causal"] = causal
@@ -273,6 +282,12 @@ def attention_varlen(
         have out 0 and lse -inf.
 
     Raises: as `attention`.
+
+    Example:
+        >>> ends = torch.tensor([0, 3, 10], dtype=torch.int32)  # sequences of 3 and 7 tokens
+        >>> q = k = v = torch.randn(10, 4, 64)
+        >>> fa.attention_varlen(q, k, v, ends, ends, causal=True).shape
+        torch.Size([10, 4, 64])
     """
     if cu_seqlens_q is not None:
         options["cu_seqlens_q"] = cu_seqlens_q
@@ -300,8 +315,20 @@ def combine(
         lses: [n, B, Hq, Sq] (packed [n, Hq, total_q]), natural logarithms, or a list.
         out_dtype: of the merged out; None: the dtype of outs.
 
-    Returns: (out, lse). Where every lse is -inf: out 0, lse -inf.
-    Raises: ValueError for n = 0 or shapes that disagree.
+    Returns:
+        (out [B, Sq, Hq, Dv], lse [B, Hq, Sq]), packed as the parts are. Where every lse is -inf:
+        out 0, lse -inf.
+
+    Raises:
+        TypeError, ValueError: no tensors, n = 0, shapes or dtypes that disagree.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 32)
+        >>> halves = [fa.attention(q, k[:, s], v[:, s], return_lse=True)
+        ...           for s in (slice(0, 8), slice(8, 16))]
+        >>> out, lse = fa.combine([o for o, _ in halves], [lse for _, lse in halves])
+        >>> torch.allclose(out, fa.attention(q, k, v), atol=1e-6)
+        True
     """
     if isinstance(outs, (list, tuple)):
         if not outs:

@@ -33,10 +33,17 @@ Spec: TypeAlias = "Tensor | Sequence[Any]"  # a tensor, or (shape, dtype, device
 def kernels() -> list[dict[str, Any]]:
     """Every kernel row of this build, in the order of the table.
 
-    Each is a dict: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n
-    (keys), stages, threads, smem_bytes; registers and local_bytes per thread (-1 without a GPU).
+    Returns:
+        A dict for each: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n
+        (keys), stages, threads, smem_bytes; registers and local_bytes per thread (-1 without a
+        GPU).
 
-    Raises ImportError, with the command that builds it, where libfa.so is missing.
+    Raises:
+        ImportError: libfa.so is missing; with the command that builds it.
+
+    Example:
+        >>> [row["id"] for row in fa.kernels() if row["arch"] == 90]  # doctest: +SKIP
+        ['sm90_fwd_bf16_d128_band', ...]
     """
     return _lib.kernels_list()
 
@@ -142,10 +149,21 @@ def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: 
         device: plan for a GPU that is not here: "h200", "h100", "a100", "rtx3090" or "rtx4090".
         **options: as `fa.attention`.
 
-    Returns the plan; where no row covers the call, every row with the reasons why not.
+    Returns:
+        The plan; where no row covers the call, every row with the reasons why not.
 
-    Raises ValueError for a call that is wrong on every device, ImportError without libfa.so,
-    RuntimeError where CUDA tensors are asked about and there is no GPU.
+    Raises:
+        TypeError, ValueError: a call that is wrong on every device, or an unknown `device`.
+        ImportError: libfa.so is missing.
+        RuntimeError: CUDA tensors are asked about and there is no GPU.
+
+    Example:
+        >>> q = k = v = torch.randn(1, 128, 8, 64)
+        >>> fa.explain(q, k, v, causal=True)
+        'backend cpu: torch operations on cpu, ...'
+        >>> spec = (1, 4096, 16, 128), torch.bfloat16, "cuda"
+        >>> print(fa.explain(spec, spec, spec, device="h200"))  # doctest: +SKIP
+        call       forward, bf16, ...
     """
     call = _Call(q, k, v, options)
     if device is not None:
@@ -175,12 +193,25 @@ def _plans(call: _Call, nominal: tuple[int, int]) -> str:
 
 
 def supports(q: Spec, k: Spec, v: Spec, **options: Any) -> bool | str:
-    """True if `fa.attention(q, k, v, **options)` would run, else the sentence that says why not.
+    """Whether `fa.attention(q, k, v, **options)` would run: True, or a sentence that says why not.
 
-    Cheap, launches nothing: the gate for integrations. Tensors may be given as (shape, dtype,
-    device). If an input requires a gradient (and gradients are on), the backward counts as well.
+    Cheap, launches nothing: the gate for integrations. If an input requires a gradient (and
+    gradients are on), the backward counts as well.
 
-    Raises TypeError for an option that does not exist.
+    Args:
+        q, k, v: tensors, or (shape, dtype, device) each.
+        **options: as `fa.attention`.
+
+    Returns:
+        True, or the sentence as a string; so compare with `is True`.
+
+    Raises:
+        TypeError: an option that does not exist, or one of a wrong type.
+
+    Example:
+        >>> q, k, v = ((1, 128, 8, 64), torch.float32, "cpu"), *[torch.randn(1, 128, 3, 64)] * 2
+        >>> fa.supports(q, k, v)
+        "q: 8 heads are not a positive multiple of k's 3. ..."
     """
     try:
         call = _Call(q, k, v, options)

@@ -51,7 +51,18 @@ def attention_kvcache(
         rotary_seqlens: int32 [B], positions to start from in the place of cache_seqlens.
         **options: as `attention`.
 
-    Returns and raises: as `attention` and `append_kv`.
+    Returns:
+        out [B, Sq, Hq, Dv] (packed [total_q, Hq, Dv]), or (out, lse) with return_lse, as
+        `attention`.
+
+    Raises: as `attention` and `append_kv`, before anything is written.
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 1, 64, 2, 32)
+        >>> q, k_new, v_new = torch.randn(1, 1, 4, 32), *torch.randn(2, 1, 1, 2, 32)
+        >>> out = fa.attention_kvcache(q, k_cache, v_cache, k_new, v_new, cache_seqlens=10)
+        >>> out.shape, torch.equal(k_cache[0, 10], k_new[0, 0])
+        (torch.Size([1, 1, 4, 32]), True)
     """
     tensor_types(q=q, k_cache=k_cache, v_cache=v_cache)
     rotary = {
@@ -148,7 +159,17 @@ def append_kv(
             position cache_seqlens + t, or rotary_seqlens + t (int32 [B]). No two sequences may
             write one slot.
 
-    Raises TypeError and ValueError as `attention`, before anything is written; NotImplementedError
-    where an input requires a gradient, and for CUDA tensors outside of fa.backend("cpu").
+    Raises:
+        TypeError, ValueError: as `attention`, before anything is written.
+        NotImplementedError: an input requires a gradient; CUDA tensors outside of
+            fa.backend("cpu").
+
+    Example:
+        >>> k_cache, v_cache = torch.zeros(2, 2, 64, 2, 32)
+        >>> k_new, v_new = torch.randn(2, 2, 3, 2, 32)
+        >>> filled = torch.tensor([0, 10], dtype=torch.int32)
+        >>> fa.append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens=filled)
+        >>> torch.equal(v_cache[1, 10:13], v_new[1])
+        True
     """
     torch.ops.fa.append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens=cache_seqlens, **options)

@@ -61,7 +61,16 @@ def quantize_qkv(
         QuantizedQkv; pass `**x.options` to `fa.attention`.
 
     Raises:
-        ValueError: another granularity, dtype or shape, blocks of packed tensors.
+        TypeError, ValueError: no tensors; another granularity, dtype or shape; heads that do not
+            divide; blocks of packed tensors.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 256, 4, 64)
+        >>> x = fa.quantize_qkv(q, k, v, granularity="head")
+        >>> x.q.dtype, x.options["k_descale"].shape
+        (torch.float8_e4m3fn, torch.Size([1, 4]))
+        >>> fa.attention(x.q, x.k, x.v, causal=True, **x.options).dtype
+        torch.bfloat16
     """
     tensor_types(q=q, k=k, v=v)
     _check(q, k, v, granularity, block_q, block_k)

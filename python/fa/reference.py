@@ -46,16 +46,37 @@ def attention(
     philox_seed_offset: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse), both in `dtype`.
+    """Attention without tiles, one sequence after the other, with every option of `fa::forward`.
 
-    q is [B, Sq, Hq, D], or [total_q, Hq, D] with cu_seqlens_q; k and v are [B, Sk, Hkv, D] and
-    [B, Sk, Hkv, Dv], packed with cu_seqlens_k, or pages [num_pages, page_size, Hkv, D] with
-    page_table and seqused_k; out has q's shape with Dv; lse (natural
-    logarithm) is [B, Hq, Sq], packed [Hq, total_q]. Options mean what `fa::forward`'s do.
-    `dtype` is the precision of every step: a test passes the dtype of the inputs to learn how far
-    off plain PyTorch attention in that dtype is.
+    Args:
+        q: [B, Sq, Hq, D], or [total_q, Hq, D] with cu_seqlens_q; any floating point dtype.
+        k, v: [B, Sk, Hkv, D] and [B, Sk, Hkv, Dv], packed with cu_seqlens_k, or pages [num_pages,
+            page_size, Hkv, D] with page_table and seqused_k.
+        cu_seqlens_q, cu_seqlens_k: int32 [B + 1], where packed sequences begin.
+        seqused_q, seqused_k, leftpad_k, kv_batch_idx: int32 [B]: rows in use (left padding
+            included), rows of padding ahead of the keys, the entry of k and v that is read.
+        page_table: int32 [rows, pages].
+        q_descale, k_descale, v_descale, descale_block_q, descale_block_k: factors of e4m3 inputs.
+        alibi_slopes, sinks: [Hq] or [B, Hq]; [Hq].
+        softmax_scale, causal, window_left, window_right, attention_chunk, softcap: the scores and
+            which of them are seen; windows of -1 are unlimited, 0 switches chunks and the cap off.
+        dropout_p, philox_seed_offset: in [0, 1); int64 [2], needed if it is not 0.
+        dtype: the precision of every step: a test passes that of the inputs to learn how far off
+            plain PyTorch attention in that dtype is.
 
-    Raises ValueError where heads do not divide, a window has no meaning, or pages have no lengths.
+    Returns:
+        (out, lse), both in `dtype`: out with q's shape and Dv; lse, natural logarithm, [B, Hq, Sq],
+        packed [Hq, total_q].
+
+    Raises:
+        ValueError: heads that do not divide, a window without a meaning, pages without lengths,
+            dropout without a seed.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 64, 2, 32)
+        >>> out, lse = fa.reference.attention(q, k, v, causal=True)
+        >>> (fa.attention(q, k, v, causal=True) - out).abs().max().item() < 1e-5
+        True
     """
     if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
         raise ValueError("page_table needs seqused_k, and excludes cu_seqlens_k.")
@@ -119,7 +140,16 @@ def attention(
 def visible(
     q_len: int, k_len: int, left: int, right: int, chunk: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """bool [q_len, k_len]: which key may which query row see? -1 is unlimited, chunk 0 is off."""
+    """Which key may which query row of one sequence see? Formula: docs/numerics.md, step 4.
+
+    Args:
+        q_len, k_len: rows and keys of the sequence.
+        left, right: keys around the diagonal, -1: unlimited.
+        chunk: positions in chunks of this size see each other only; 0: off.
+        device: of the result.
+
+    Returns: bool [q_len, k_len]. Raises nothing: the caller has checked the numbers.
+    """
     position = torch.arange(q_len, device=device)[:, None] + k_len - q_len
     key = torch.arange(k_len, device=device)[None, :]
     seen = torch.ones(q_len, k_len, dtype=torch.bool, device=device)

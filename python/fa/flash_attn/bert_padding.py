@@ -3,6 +3,8 @@
 """Padding of FlashAttention-2's `flash_attn.bert_padding`, in differentiable torch operations.
 
 The number of real tokens decides the shape of what is packed, so packing waits for the device.
+Errors are torch's own (an index out of range, sizes that disagree), but for masks whose shape is
+not that of the batch: ValueError.
 """
 
 from __future__ import annotations
@@ -24,18 +26,18 @@ __all__ = [
 
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
-    """Rows `indices` (int64 [n]) of input [rows, ...]: [n, ...]."""
+    """Returns rows `indices` (int64 [n]) of input [rows, ...]: [n, ...]."""
     return input.index_select(0, indices)
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """[first_axis_dim, ...] with values [n, ...] in the rows `indices` (int64 [n]), 0 elsewhere."""
+    """Returns [first_axis_dim, ...] with values [n, ...] in rows `indices` (int64 [n]), else 0."""
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
     return rows.index_copy(0, indices, values)
 
 
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """(rows `indices` of input, input itself as a second branch); the gradients of both add up."""
+    """Returns (rows `indices` of input, input as a second branch), whose gradients add up."""
     return index_first_axis(input, indices), input.view_as(input)
 
 
@@ -49,7 +51,8 @@ def unpad_input(
         attention_mask: [B, S], bool or integers, 1 for a real token.
         unused_mask: [B, S], 1 for places that are packed and count as room, but are not used.
 
-    Returns: tokens [total, ...]; their places in the flattened batch, int64 [total]; cu_seqlens
+    Returns:
+        tokens [total, ...]; their places in the flattened batch, int64 [total]; cu_seqlens
         int32 [B + 1]; the longest length; the lengths in use, int32 [B] (without unused places).
     """
     _check_mask("attention_mask", attention_mask, hidden_states)
@@ -66,9 +69,13 @@ def unpad_input_for_concatenated_sequences(
 ) -> tuple[Tensor, Tensor, Tensor, int]:
     """Packs a batch whose rows hold several sequences one after the other.
 
-    attention_mask_in_length: [B, S], the lengths of a row's sequences, then zeros: [2, 3, 0, 0, 0]
-    is a row of 2 + 3 tokens. Returns tokens, places, cu_seqlens int32 [sequences + 1] and the
-    longest length, as `unpad_input`.
+    Args:
+        hidden_states: [B, S, ...].
+        attention_mask_in_length: [B, S], the lengths of a row's sequences, then zeros:
+            [2, 3, 0, 0, 0] is a row of 2 + 3 tokens.
+
+    Returns:
+        tokens, places, cu_seqlens int32 [sequences + 1], the longest length, as `unpad_input`.
     """
     _check_mask("attention_mask_in_length", attention_mask_in_length, hidden_states)
     filled = attention_mask_in_length.sum(-1, keepdim=True)  # [B, 1]
@@ -80,7 +87,11 @@ def unpad_input_for_concatenated_sequences(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The inverse of `unpad_input`: [total, ...] to [batch, seqlen, ...], 0 where nothing was."""
+    """The inverse of `unpad_input`.
+
+    hidden_states [total, ...] go to the places `indices` (int64 [total]) of the flattened batch.
+    Returns [batch, seqlen, ...], 0 where nothing was.
+    """
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))
 

@@ -201,7 +201,10 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of qkv [total, 3, H, D]."""
+    """`flash_attn_varlen_func` of qkv [total, 3, H, D].
+
+    cu_seqlens: int32 [B + 1], and max_seqlen: for queries and keys.
+    """
     q, k, v = packed_parts("qkv", qkv, 3, -3)
     return flash_attn_varlen_func(
         q,
@@ -238,7 +241,10 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of q [total_q, H, D] and kv [total_k, 2, Hk, D]."""
+    """`flash_attn_varlen_func` of q [total_q, H, D] and kv [total_k, 2, Hk, D].
+
+    cu_seqlens_q, cu_seqlens_k: int32 [B + 1].
+    """
     k, v = packed_parts("kv", kv, 2, -3)
     return flash_attn_varlen_func(
         q,
@@ -282,11 +288,19 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention over a cache, to which k and v are appended first, in place. No backward.
 
-    q [B, Sq, H, D]; k_cache, v_cache [Bc, S, Hk, D], with block_table [num_pages, page_size, Hk, D]
-    (any page size); k, v [B, S_new, Hk, D]; rotary tables [positions, d / 2] turn k and q as
-    fa.attention_kvcache says, by neighbouring pairs if rotary_interleaved. cache_seqlens: int32 [B]
-    or one number, before the call, left padding included; None: full. Returns out, or (out, lse)
-    with return_softmax_lse.
+    Args:
+        q: [B, Sq, H, D].
+        k_cache, v_cache: [Bc, S, Hk, D], with block_table [num_pages, page_size, Hk, D] (any page
+            size).
+        k, v: new keys and values, [B, S_new, Hk, D], or None.
+        rotary_cos, rotary_sin: [positions, d / 2], turn k and q as `fa.attention_kvcache` says.
+        cache_seqlens: int32 [B] or one number, before the call, left padding included; None: full.
+        cache_batch_idx: int32 [B], which row of the cache (or of block_table) a sequence has.
+        cache_leftpad: int32 [B], rows of padding ahead of the keys.
+        block_table: int32 [Bc, pages].
+        rotary_interleaved: neighbouring pairs are turned, as there; else halves.
+
+    Returns: out [B, Sq, H, Dv], or (out, lse) with return_softmax_lse.
     """
     tensor_types(q=q, k_cache=k_cache, v_cache=v_cache)
     in_place(k_cache=k_cache, v_cache=v_cache)

@@ -55,7 +55,7 @@ _PAGES = "_fa_pages"  # on the keys of a PagedCache: which pages are whose
 
 
 def register(name: str = "fa") -> str:
-    """Makes `attn_implementation=name` run fa. Returns the name; calling it twice does no harm.
+    """Makes attn_implementation=`name` run fa. Returns the name; calling it twice does no harm.
 
     Raises ValueError for a name to which transformers gives a meaning of its own, and ImportError
     where transformers is missing or has no attention and mask interface (it came with 4.53).
@@ -101,11 +101,13 @@ def attention_mask(
     """What `attention_forward` needs to know besides its own options; transformers calls this.
 
     Args:
+        batch_size, device: of the mask.
         q_length, q_offset: query rows of this forward, and the position of the first one. Older
             versions pass `cache_position`, int64 [q_length], instead.
         kv_length, kv_offset: rows of the key tensor, and the position of the first one.
         mask_function: the pattern, as a function of indices; only its structure is looked at.
         attention_mask: [B, positions], true where there is a token; None: everywhere.
+        use_vmap: whether the model added a pattern of its own; asked for in a traced graph alone.
 
     Returns:
         None when every key row holds a token; a bool tensor [B, M] when some do not; an int8 tensor
@@ -232,8 +234,12 @@ def attention_forward(
     """One layer's attention; transformers calls this.
 
     Args:
-        query [B, Hq, Sq, D], key [B, Hkv, Sk, D], value [B, Hkv, Sk, Dv]: any strides, no copy.
+        module: the layer; says whether the model is causal where is_causal is None.
+        query: [B, Hq, Sq, D], any strides, no copy.
+        key, value: [B, Hkv, Sk, D] and [B, Hkv, Sk, Dv], likewise.
         attention_mask: what the function `attention_mask` returned.
+        scaling: of the scores; None: 1 / sqrt(D).
+        softcap: of the scores; None: off.
         dropout: of the attention weights, in [0, 1); on a GPU where a kernel row has it.
         sliding_window: w: key j is visible to position p iff p - w < j (and j < p + w where the
             model is not causal).
