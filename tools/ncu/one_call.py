@@ -1,37 +1,128 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Which call does the profiler look at? One shape, launched a few times.
-"""Launches one forward call `--repeats` times; the profiler skips the first two."""
+# Which call does the profiler look at? One that the wanted row serves, inside of an NVTX range.
+"""Launches one call of a kernel row: a few times to warm up, then once in the range `fa_profile`.
+
+    python3 tools/ncu/one_call.py ROW --shape 2x8192x16        # batch x length x heads
+    python3 tools/ncu/one_call.py 'sm90_fwd_*_d128_none' --list
+
+The row says dtype, head dims, mask and direction; a pattern with * may name several.
+"""
 
 from __future__ import annotations
 
 import argparse
+import fnmatch
+import json
+import sys
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
-import fa
+import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
+import bench_cells
+import bench_impls
+import libfa
+
+RANGE = "fa_profile"
+WARM_UP = 2
 
 
-def main() -> None:
-    """Prints the plan, so that a report can be matched with its row."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--seqlen", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
-    shape = (options.batch, options.seqlen, options.heads, options.dim)
-    dtype = getattr(torch, options.dtype)
-    q, k, v = (torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3))
-    with fa.backend(options.backend), torch.no_grad():
-        print(fa.explain(q, k, v, causal=options.causal))
-        for _ in range(options.repeats):
-            fa.attention(q, k, v, causal=options.causal)
+def matching(pattern: str, rows: list[libfa.Row]) -> list[libfa.Row]:
+    """Rows whose id is `pattern`, matches it as a glob, or else contains it."""
+    exact = [row for row in rows if row.id == pattern]
+    return exact or [
+        row for row in rows if fnmatch.fnmatchcase(row.id, pattern) or pattern in row.id
+    ]
+
+
+def parse_shape(text: str) -> tuple[int, int, int]:
+    """BxSxH: batch, sequence length, heads."""
+    parts = text.lower().split("x")
+    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: three positive numbers joined by x are needed, batch x length x heads, for "
+            "example 2x8192x16."
+        )
+    batch, length, heads = (int(part) for part in parts)
+    return batch, length, heads
+
+
+def cell_of(row: libfa.Row, shape: tuple[int, int, int] | None, causal: bool) -> bench_cells.Cell:
+    """A call that the row serves: by default 16384 tokens of length 4096, 2048 columns."""
+    batch, length, heads = shape or (4, 4096, max(1, 2048 // row.dim_qk))
+    return bench_cells.Cell(
+        row.dtype,
+        row.dim_qk,
+        causal,
+        length,
+        tokens=batch * length,
+        heads_q=heads,
+        dim_v=row.dim_v,
+        work="forward" if row.op == libfa.FORWARD else "backward",
+    )
+
+
+def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
+    """The call, warmed up and then in its range; a sentence where another row would serve it."""
+    tensors = bench_impls.cell_tensors(cell, "cuda")
+    impl = bench_impls.ours(cell, tensors, row.backend)
+    if isinstance(impl, str):
+        return impl
+    if impl.row != row.id:
+        return (
+            f"row {row.id}: this shape is served by {impl.row} here; give a shape, --causal or a "
+            "GPU that this row is for."
+        )
+    impl = bench_impls.trained(cell, tensors, impl)
+    with impl.context():
+        for _ in range(WARM_UP):
+            impl.call()
+        torch.cuda.synchronize()
+        torch.cuda.nvtx.range_push(RANGE)
+        impl.call()
+        torch.cuda.nvtx.range_pop()
     torch.cuda.synchronize()
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 2 where no row matches or another one would run."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("row", help="a row id, or a pattern with *")
+    parser.add_argument("--shape", type=parse_shape, help="batch x length x heads: 2x8192x16")
+    parser.add_argument("--causal", action="store_true", help="a causal call (band rows)")
+    parser.add_argument("--list", action="store_true", help="print the ids that match, run nothing")
+    parser.add_argument("--note", type=Path, help="write row, shape and FLOPs to this JSON file")
+    options = parser.parse_args(arguments)
+    rows = libfa.Library().rows()
+    found = matching(options.row, rows)
+    if not found:
+        print(
+            f"{options.row!r} matches none of the {len(rows)} rows of this build; "
+            "`python -m fa info` lists them.",
+            file=sys.stderr,
+        )
+        return 2
+    if options.list:
+        print("\n".join(row.id for row in found))
+        return 0
+    row = found[0]
+    if options.causal and row.mask == "none":
+        print(f"row {row.id} has no mask; leave --causal out.", file=sys.stderr)
+        return 2
+    cell = cell_of(row, options.shape, options.causal)
+    if options.note:
+        note = {"row": row.id, "flops": cell.flops, "model_bytes": cell.bytes}
+        note |= {"cell": cell.name, "batch": cell.batch, "heads": cell.heads}
+        options.note.write_text(json.dumps(note) + "\n")
+    reason = run(row, cell)
+    if reason:
+        print(reason, file=sys.stderr)
+        return 2
+    print(f"{row.id}: {cell.name}, batch {cell.batch}, {cell.heads} heads")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,34 +1,81 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: BSD-3-Clause
-# What limits one kernel row? Nsight Compute over a single call, clocks left alone.
+# What limits a kernel row? Nsight Compute over one call of it, clocks left alone, and a table of what it counted.
 #
-#   tools/ncu/profile.sh ROW_REGEX [REPORT] [one_call.py options…]
-#   tools/ncu/profile.sh sm90_fwd_bf16_d128_band report.ncu-rep --dim 128 --seqlen 8192 --causal
+#   tools/ncu/profile.sh ROW [SHAPE] [-o FOLDER] [one_call.py options…]
+#   tools/ncu/profile.sh sm90_fwd_bf16_d128_none 2x8192x16
+#   tools/ncu/profile.sh 'sm90_bwd_bf16_*' -o build/ncu --causal
 #
-# Kernels are templates over the row's type, so the demangled name holds the row's id. FA_NCU_SET=light takes the
-# sections that fit into one minute, full (default) everything with sources (build with -DFA_LINEINFO=ON).
-set -euo pipefail
-cd "$(dirname "$0")/../.."
-row=${1:?a regular expression over row ids, for example sm90_fwd_bf16_d128_band}
-"${PYTHON:-python3}" tools/machine.py require ncu/profile.sh || exit 2
-report=${2:-build/$row.ncu-rep}
-shift $(($# > 1 ? 2 : 1))
-command -v ncu >/dev/null || {
-  echo "ncu is not installed: it comes with the CUDA toolkit (Nsight Compute)." >&2
-  exit 2
-}
-mkdir -p "$(dirname "$report")"
-sections=(--set full --import-source yes)
-if [ "${FA_NCU_SET:-full}" = light ]; then
-  sections=()
-  for name in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis WarpStateStats SourceCounters \
-    LaunchStats Occupancy; do sections+=(--section "$name"); done
-fi
-# The tensor pipe of wgmma; the hmma "ops path" counters read 0 there.
-metrics=sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed
-metrics+=,sm__inst_executed_pipe_tensor_op_gmma.avg.pct_of_peak_sustained_active
-metrics+=,sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active
-metrics+=,smsp__sass_inst_executed_op_local_ld.sum,smsp__sass_inst_executed_op_local_st.sum
-metrics+=,dram__bytes_read.sum,dram__bytes_write.sum,gpu__time_duration.sum
-exec ncu --clock-control none --kernel-name-base demangled -k "regex:$row" --launch-skip 2 --launch-count 1 \
-  "${sections[@]}" --metrics "$metrics" -f -o "$report" "${PYTHON:-python3}" tools/ncu/one_call.py "$@"
+# ROW is an id of tools/variants.csv or a pattern with *; SHAPE is batch x length x heads (default 16384 tokens
+# of length 4096). Only the row's own kernel inside of the NVTX range of tools/ncu/one_call.py is profiled.
+# FOLDER (default build/ncu) gets ROW.ncu-rep, ROW.json (shape and FLOPs), ROW.md (the table).
+# FA_NCU_SET: full (default: everything, with sources if built with -DFA_LINEINFO=ON), light (the sections that fit
+# into a minute), metrics (only tools/ncu/metrics_*.csv, a few seconds).
+set -uo pipefail
+cd "$(dirname "$0")/../.." || exit 1
+python=${PYTHON:-python3}
+usage="usage: tools/ncu/profile.sh ROW [SHAPE] [-o FOLDER] [options of tools/ncu/one_call.py]"
+pattern=${1:-}
+case $pattern in
+  -h | --help)
+    sed -n '3,14s/^# \{0,1\}//p' "$0"
+    exit 0
+    ;;
+  "" | -*)
+    echo "$usage: which row? An id of tools/variants.csv, or a pattern with *." >&2
+    exit 2
+    ;;
+esac
+shift
+folder=build/ncu
+call=()
+[[ ${1:-} =~ ^[0-9]+x[0-9]+x[0-9]+$ ]] && { call+=(--shape "$1"); shift; }
+while [ $# != 0 ]; do
+  case $1 in
+    -o)
+      folder=${2:-}
+      [ -n "$folder" ] || { echo "$usage: -o needs a folder." >&2; exit 2; }
+      shift 2
+      ;;
+    *)
+      call+=("$1")
+      shift
+      ;;
+  esac
+done
+sections=()
+case ${FA_NCU_SET:=full} in
+  full) sections=(--set full --import-source yes) ;;
+  light)
+    for name in SpeedOfLight ComputeWorkloadAnalysis MemoryWorkloadAnalysis WarpStateStats SourceCounters \
+      LaunchStats Occupancy; do sections+=(--section "$name"); done
+    ;;
+  metrics) sections=(--section LaunchStats) ;;
+  *)
+    echo "FA_NCU_SET=$FA_NCU_SET: allowed are full, light and metrics." >&2
+    exit 2
+    ;;
+esac
+"$python" tools/machine.py require ncu/profile.sh || exit 2
+"$python" tools/ncu/ncu_table.py --have-ncu || exit 2
+rows=$("$python" tools/ncu/one_call.py "$pattern" --list) || exit 2
+mkdir -p "$folder"
+worst=0
+for row in $rows; do
+  metrics=$("$python" tools/ncu/ncu_table.py --metrics "${row:0:4}") || exit 2
+  report=$folder/$row.ncu-rep
+  rm -f "$report"
+  echo "=== $row"
+  log=$(ncu --clock-control none --nvtx --nvtx-include "fa_profile/" --kernel-name-base demangled -k "regex:$row" \
+    "${sections[@]}" --metrics "$metrics" -f -o "$report" \
+    "$python" tools/ncu/one_call.py "$row" --note "$folder/$row.json" "${call[@]}" 2>&1)
+  status=$?
+  if [ ! -f "$report" ]; then
+    printf '%s\n' "$log" | "$python" tools/ncu/ncu_table.py --why "$row"
+    worst=2
+    [ $status != 0 ] || status=2
+    continue
+  fi
+  "$python" tools/ncu/ncu_table.py "$report" | tee "$folder/$row.md" || worst=1
+done
+exit $worst

@@ -69,7 +69,7 @@ def _torch_profile(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m fa profile",
         description="Runs one causal call of fa.attention a few times under torch's profiler.",
-        epilog="python -m fa profile ROW [REPORT] [options]: the counters of one kernel row by "
+        epilog="python -m fa profile ROW [SHAPE] [options]: the counters of one kernel row by "
         "Nsight Compute; needs a GPU, ncu and a clone of the source (tools/ncu/profile.sh).",
     )
     parser.add_argument("--device", default="auto", help="cuda, cuda:1, cpu")

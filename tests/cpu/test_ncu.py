@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Are Nsight Compute's numbers read, shown, compared and drawn as they are? On made-up reports.
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tools" / "ncu"))
+
+import ncu_fixture as fixture  # noqa: E402
+import ncu_table  # noqa: E402
+import one_call  # noqa: E402
+
+import bench_cells  # noqa: E402
+import ncu_reader  # noqa: E402
+from libfa import Row  # noqa: E402
+
+FLOPS = 1e12
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Path:
+    path = tmp_path / "new.csv"
+    path.write_text(fixture.page([(fixture.FORWARD, {}), (fixture.PREPARE, {})]))
+    path.with_suffix(".json").write_text(json.dumps({"flops": FLOPS}))
+    return path
+
+
+def test_a_raw_page_is_read(report: Path) -> None:
+    forward, prepare = ncu_reader.read_report(report)
+    assert forward.row == "sm90_fwd_bf16_d128_none" and prepare.row == "sm90_bwd_bf16_d128_band"
+    assert forward.label == "fa_fwd sm90_fwd_bf16_d128_none"
+    assert forward.metrics["gpu__time_duration.sum"] == 1_250_000
+    assert forward.units["dram__bytes_read.sum"] == "byte"
+    absent = "sm__pipe_tma_cycles_active.avg.pct_of_peak_sustained_active"
+    assert absent not in forward.metrics  # "n/a" is no number
+
+
+def test_a_kernel_of_another_library_has_its_own_name() -> None:
+    launch = ncu_reader.read_csv(fixture.page([(fixture.GEMM, {})]))[0]
+    assert launch.row is None and launch.label == fixture.GEMM
+
+
+@pytest.mark.parametrize("text", ["", "==ERROR== nothing\n", '"Metric Name","Metric Value"\n'])
+def test_what_is_no_raw_page_is_refused(text: str) -> None:
+    with pytest.raises(ncu_reader.ReportError, match="not a raw page"):
+        ncu_reader.read_csv(text)
+
+
+@pytest.mark.parametrize("family", ncu_reader.FAMILIES)
+def test_the_sets_are_complete(family: str) -> None:
+    metrics = ncu_reader.metric_set(family)
+    names = [m.name for m in metrics]
+    assert len(set(names)) == len(names)
+    wanted = "pipe_tensor pipe_xu pipe_fma inst_issued lts__t_sectors dram__bytes stalled"
+    wanted += " bank_conflicts op_local_ld op_local_st gpu__time"
+    for part in wanted.split() + (["tma", "gmma"] if family == "sm90" else ["hmma"]):
+        assert any(part in name for name in names), part
+    # wgmma reads 0 under these (design of the sets), so that no table may show them.
+    assert not any("sm__ops_path_tensor" in name or "subpipe" in name for name in names)
+    assert all(m.title and m.group for m in metrics)
+
+
+def test_a_table_shows_counters_and_what_follows(report: Path, capsys) -> None:
+    assert ncu_table.main([str(report)]) == 0
+    text = capsys.readouterr().out
+    lines = {line.split("|")[1].strip(): line for line in text.splitlines() if "|" in line}
+    assert "1250.0 µs" in lines["duration"]
+    assert "200.0 MB" in lines["DRAM read"]
+    assert "1.00 GB" in lines["L2 sectors read by multiprocessors"]  # 31.25e6 sectors of 32 bytes
+    assert "80.5 %" in lines["tensor pipe busy"]
+    # 1e12 FLOPs in 1.25 ms; only the kernel that does the arithmetic has them.
+    assert lines["TFLOP/s"].split("|")[2:4] == [" 800 ", " – "]
+    assert lines["FLOPs per DRAM byte"].split("|")[2] == " 4000 "
+    assert "0.20 TB/s" in lines["DRAM rate"]
+    assert "sm__pipe_tma_cycles_active" in text.rsplit("Not in the report", 1)[1]
+
+
+def test_two_reports_are_compared(report: Path, tmp_path: Path, capsys) -> None:
+    old = tmp_path / "old.csv"
+    slower = {
+        "gpu__time_duration.sum": "2,500,000",
+        "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed": "40.5",
+    }
+    old.write_text(fixture.page([(fixture.FORWARD, slower), (fixture.GEMM, {})]))
+    assert ncu_table.main([str(report), "--compare", str(old)]) == 0
+    text = capsys.readouterr().out
+    assert "| duration | 2500.0 µs | 1250.0 µs | -50.0 % |" in text
+    assert "| tensor pipe busy | 40.5 % | 80.5 % | +40.0 points |" in text
+    assert "the older report has no such kernel" in text  # prepare
+    assert f"{fixture.GEMM}: the newer report has no such kernel" in text
+
+
+def test_a_roofline_has_the_measured_ceilings(report: Path, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("matplotlib")
+    results = tmp_path / "results.jsonl"
+    known = {"op": "gemm", "tflops": 700.0}, {"op": "copy", "gbs": 4200.0}
+    bench_cells.write_lines(results, [bench_cells.record(**line) for line in known])
+    assert ncu_table.ceilings(results) == (700.0, 4.2)
+    picture = tmp_path / "roofline.png"
+    arguments = [str(report), "--roofline", str(picture), "--ceilings", str(results)]
+    assert ncu_table.main(arguments) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert "1 of 2 kernels" in capsys.readouterr().out
+
+
+def test_without_ceilings_there_is_no_roofline(report: Path, tmp_path: Path, capsys) -> None:
+    arguments = ["--roofline", str(tmp_path / "r.png"), "--ceilings", str(tmp_path / "none.jsonl")]
+    assert ncu_table.main([str(report), *arguments]) == 2
+    assert "bench.py --ops gemm,copy" in capsys.readouterr().err
+
+
+def test_the_committed_results_hold_the_ceilings() -> None:
+    tflops, tbs = ncu_table.ceilings()
+    assert 100 < tflops < 2000 and 1 < tbs < 10
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["nowhere.ncu-rep"], "no such report"),
+        (["--set", "sm90", "nowhere.csv"], "no such report"),
+    ],
+)
+def test_a_missing_report_is_a_sentence(arguments: list[str], words: str, capsys) -> None:
+    assert ncu_table.main(arguments) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "output, words",
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM - The user does not have permission", "may not read"),
+        ("==WARNING== No kernels were profiled.", "no kernel of that name"),
+        ("==ERROR== Failed to find metric x", "Failed to find metric x"),
+        ("all is well", None),
+    ],
+)
+def test_why_nothing_was_counted(output: str, words: str | None) -> None:
+    reason = ncu_reader.complaint(output)
+    assert reason is None if words is None else words in (reason or "")
+
+
+# --- what is profiled ---------------------------------------------------------------------------
+
+
+def row(name: str, op: int = 1, dim: int = 128, dim_v: int = 128) -> Row:
+    return Row(name, op, 90, "bfloat16", dim, dim_v, "band", 128, 128, 168, 0, 384, 100000)
+
+
+def test_rows_by_id_and_by_pattern() -> None:
+    rows = [row("sm90_fwd_bf16_d64_band"), row("sm90_fwd_bf16_d64_band_m128"), row("sm80_fwd")]
+    ids = [[r.id for r in one_call.matching(p, rows)] for p in (rows[0].id, "*d64*", "m128", "x")]
+    assert ids == [[rows[0].id], [rows[0].id, rows[1].id], [rows[1].id], []]
+
+
+def test_a_row_says_what_is_called() -> None:
+    cell = one_call.cell_of(row("a", op=2, dim=192), one_call.parse_shape("2x8192x16"), True)
+    assert (cell.batch, cell.seqlen, cell.heads, cell.work) == (2, 8192, 16, "backward")
+    assert (cell.head_dim, cell.head_dim_v, cell.causal) == (192, 128, True)
+    assert one_call.cell_of(row("a"), None, False).heads == 16
+
+
+@pytest.mark.parametrize("text", ["2x8192", "0x1x1", "axbxc", "1x2x3x4"])
+def test_a_wrong_shape_is_a_sentence(text: str) -> None:
+    with pytest.raises(Exception, match="batch x length x heads"):
+        one_call.parse_shape(text)
+
+
+def profile(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [str(ROOT / "tools" / "ncu" / "profile.sh"), *arguments]
+    environment = os.environ | {"PYTHON": sys.executable}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [((), "which row"), (("--shape",), "which row"), (("sm90", "-o"), "needs a folder")],
+)
+def test_profile_says_what_it_misses(arguments: tuple[str, ...], words: str) -> None:
+    done = profile(*arguments)
+    assert done.returncode == 2 and words in done.stderr
+
+
+def test_profile_explains_itself() -> None:
+    done = profile("--help")
+    assert done.returncode == 0 and "FA_NCU_SET" in done.stdout and "2x8192x16" in done.stdout
