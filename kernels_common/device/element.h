@@ -54,21 +54,10 @@ FA_DEVICE uint32_t pack_e4m3(float a, float b, float c, float d) {
 // The reverse: the lower half first.
 template <DType kType>
 FA_DEVICE float2 unpack_pair(uint32_t packed) {
-  float2 pair;
-  if constexpr (kType == DType::kBf16) {
-    pair.x = __uint_as_float(packed << 16);
-    pair.y = __uint_as_float(packed & 0xffff0000u);
-  } else {
-    asm("{\n"
-        ".reg .f16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.f32.f16 %0, low;\n"
-        "cvt.f32.f16 %1, high;\n"
-        "}"
-        : "=f"(pair.x), "=f"(pair.y)
-        : "r"(packed));
-  }
-  return pair;
+  if constexpr (kType == DType::kBf16)
+    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
+  else
+    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
 }
 
 }  // namespace fa

@@ -2,10 +2,6 @@
 // What follows from the values of a backward row: types, tile shapes, and which warp computes what.
 #pragma once
 
-#include <cute/arch/mma_sm80.hpp>
-#include <cute/tensor.hpp>
-#include <type_traits>
-
 #include "kernels_common/device/acc_view.h"
 #include "kernels_common/device/element.h"
 #include "kernels_common/host/kernel_config.h"
@@ -67,18 +63,6 @@ struct BwdTypes {
   static_assert(kConfig.dq == DqAdd::kAtomic && kConfig.dq_turns >= kWarps,
                 "dq must be atomic and dq_turns at least the number of warps that add");
   static_assert(kStages == 1 || kStages == 2, "stages must be 1 or 2");
-
-  using MmaAtom = std::conditional_t<kType == DType::kBf16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
-                                     cute::SM80_16x8x16_F32F16F16F32_TN>;
-
-  // One warp's accumulator of 16·kRows16 x kCols: ((column pair, row half), slab, n8 tile).
-  template <int kRows16, int kCols>
-  static constexpr auto accumulator() {
-    using namespace cute;
-    return make_tensor<float>(Layout<Shape<Shape<_2, _2>, Int<kRows16>, Int<kCols / 8>>>{});
-  }
-  template <int kRows16, int kCols>
-  using Accumulator = decltype(accumulator<kRows16, kCols>());
 };
 
 }  // namespace fa::sm80

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels_common/device/dq_order.h"
+#include "kernels_common/device/dq_turns.h"
 #include "kernels_sm80/bwd/smem.h"
 
 namespace fa::sm80 {
@@ -39,18 +40,13 @@ FA_DEVICE void add_to_global(float* to, float value) {
 // A warp's turn at its part of the sums of one query tile, which no other warp of the block adds
 // to. `turn` counts the key tiles that have added to it; this one comes after `before` others.
 FA_DEVICE void wait_for_turn(const int32_t* turn, int before, int lane) {
-  if (lane == 0) {
-    int seen;
-    do {
-      asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
-    } while (seen != before);
-  }
+  if (lane == 0) wait_for_count(turn, before);
   __syncwarp();
 }
 FA_DEVICE void pass_turn(int32_t* turn, int lane) {
   __threadfence();
   __syncwarp();
-  if (lane == 0) asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
+  if (lane == 0) count_one(turn);
 }
 
 }  // namespace fa::sm80

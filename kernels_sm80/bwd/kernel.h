@@ -96,15 +96,11 @@ FA_DEVICE void store_sum(BwdStep<Row>& step, const BwdArgs& args, const BwdState
   for (int i = 0; i < T::kPairKeys / 4; ++i) {
     const int row = first + i * 4 + lane / 8;
     CUTE_UNROLL
-    for (int p = 0; p < BwdSmem<Row>::kPanels; ++p) {
+    for (int p = 0; p < Tile::panels(T::kDim); ++p) {
       const int chunk = p * 8 + lane % 8;
       if (row >= keys || chunk * 8 >= dim) continue;
-      uint4 data;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-                   : "r"(smem + Tile::offset(row, chunk))
-                   : "memory");
-      *reinterpret_cast<uint4*>(out + row * row_bytes + chunk * 16) = data;
+      *reinterpret_cast<uint4*>(out + row * row_bytes + chunk * 16) =
+          load_shared_chunk(smem + Tile::offset(row, chunk));
     }
   }
 }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "kernels_sm80/bwd/smem.h"
-#include "kernels_sm80/fwd/kv_loader.h"
+#include "kernels_sm80/common/copy.h"
 
 namespace fa::sm80 {
 

@@ -4,16 +4,9 @@
 
 #include "kernels_common/device/seq_info.h"
 #include "kernels_sm80/bwd/config.h"
-#include "kernels_sm80/fwd/smem.h"
+#include "kernels_sm80/common/swizzled_tile.h"
 
 namespace fa::sm80 {
-
-// thread_again(), of which the compiler knows that it is not negative: halves the index arithmetic.
-FA_DEVICE int thread_index() {
-  const int thread = thread_again();
-  __builtin_assume(thread >= 0 && thread < 1024);
-  return thread;
-}
 
 // Facts of the current key tile that no product needs; kept out of registers.
 struct BwdState {
@@ -32,14 +25,14 @@ template <class Row>
 struct BwdSmem {
   using T = BwdTypes<Row>;
   using E = typename T::Element;
-  static constexpr int kPanels = (T::kDim + 63) / 64, kDsPanels = (T::kTileM + 63) / 64;
-  static constexpr int kKeys = T::kTileN * kPanels * 64, kRows = T::kTileM * kPanels * 64;
+  using Keys = SwizzledTile<T::kTileN>;
+  using Rows = SwizzledTile<T::kTileM>;
 
-  alignas(128) E k[kKeys];  // afterwards dK
-  alignas(128) E v[kKeys];  // afterwards dV
-  alignas(128) E q[T::kStages][kRows];
-  alignas(128) E dout[T::kStages][kRows];
-  alignas(128) E ds[T::kSlotsDs][T::kTileN * kDsPanels * 64];  // Pᵀ, then dSᵀ: keys x query rows
+  alignas(128) E k[Keys::size(T::kDim)];  // afterwards dK
+  alignas(128) E v[Keys::size(T::kDim)];  // afterwards dV
+  alignas(128) E q[T::kStages][Rows::size(T::kDim)];
+  alignas(128) E dout[T::kStages][Rows::size(T::kDim)];
+  alignas(128) E ds[T::kSlotsDs][Keys::size(T::kTileM)];  // Pᵀ, then dSᵀ: keys x query rows
   alignas(16) float lse_log2[T::kStages][T::kTileM];
   alignas(16) float delta[T::kStages][T::kTileM];
   BwdState state;

@@ -8,35 +8,9 @@
 #include "kernels_common/device/score.h"
 #include "kernels_sm80/bwd/dq_writer.h"
 #include "kernels_sm80/bwd/loader.h"
-#include "kernels_sm80/fwd/step.h"
+#include "kernels_sm80/common/mma.h"
 
 namespace fa::sm80 {
-
-FA_DEVICE void store_shared(uint32_t address, uint32_t value) {
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(value) : "memory");
-}
-FA_DEVICE uint32_t load_shared(uint32_t address) {
-  uint32_t value;
-  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-  return value;
-}
-FA_DEVICE float2 load_shared_pair(uint32_t address) {
-  float2 value;
-  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
-               : "=f"(value.x), "=f"(value.y)
-               : "r"(address)
-               : "memory");
-  return value;
-}
-
-// The two fp32 values of pack_pair().
-template <DType kType>
-FA_DEVICE float2 unpack_pair(uint32_t packed) {
-  if constexpr (kType == DType::kBf16)
-    return make_float2(__uint_as_float(packed << 16), __uint_as_float(packed & 0xffff0000u));
-  else
-    return __half22float2(*reinterpret_cast<const __half2*>(&packed));
-}
 
 // A pair of warps: the first one hands Pᵀ to the second one.
 FA_DEVICE void pair_arrive(int pair) {
@@ -53,7 +27,6 @@ template <class Row>
 class BwdStep {
   using T = BwdTypes<Row>;
   using Smem = BwdSmem<Row>;
-  using Mma = typename T::MmaAtom;
   using Keys = SwizzledTile<T::kTileN>;
   using Rows = SwizzledTile<T::kTileM>;
   static constexpr int kRowBlocks = T::kTileM / 8;
@@ -133,7 +106,7 @@ class BwdStep {
   // dQ of the block whose dS lies in slot `ds`, added to the sums of workspace tile `tile`.
   FA_DEVICE void add_dq(int ds, int tile) {
     constexpr int kSteps = T::kTileN / 16, kTotal = kSteps * T::kDqBlocks;
-    typename T::template Accumulator<T::kDqSlabs, T::kDqBlocks * 16> dq;
+    Accumulator<T::kDqSlabs, T::kDqBlocks * 16> dq;
     cute::clear(dq);
     const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
     const int warp_m = warp / T::kDqWarpsN, warp_n = warp % T::kDqWarpsN;
@@ -162,7 +135,8 @@ class BwdStep {
       if (t + 1 < kTotal) load_b(t + 1);
       if (i == 0 && j + 1 < kSteps) load_a(j + 1);
       CUTE_UNROLL
-      for (int s = 0; s < T::kDqSlabs; ++s) multiply_pair(dq, s, i, a[j % 2][s], b[t % 2]);
+      for (int s = 0; s < T::kDqSlabs; ++s)
+        multiply_pair<T::kType>(dq, s, i, a[j % 2][s], b[t % 2]);
     }
 
     using Order = DqOrder<T::kDim>;
@@ -186,37 +160,13 @@ class BwdStep {
     if (turn != nullptr) pass_turn(turn, lane);
   }
 
-  typename T::template Accumulator<T::kSlabs, T::kDim> sum;  // dV or dK, ((2, 2), slab, n8 tile)
+  Accumulator<T::kSlabs, T::kDim> sum;  // dV or dK, ((2, 2), slab, n8 tile)
 
  private:
   // How many key tiles add to a dQ tile before this one.
   FA_DEVICE int tiles_before(int tile) const {
     const int m = (tile - state_.tile) % args_.rows.tiles_m;
-    const int first = m * T::kTileM, last = min_of(first + T::kTileM, state_.info.q_len) - 1;
-    const KeyRange range = key_range(state_.band, first, last, state_.info.k_len, T::kTileN);
-    return state_.info.n_first / T::kTileN - range.begin;
-  }
-
-  // Columns [16·i, 16·i + 16) of slab s: two n8 tiles of mma.sync.
-  template <class Acc>
-  FA_DEVICE static void multiply_pair(Acc& acc, int s, int i, const uint32_t (&a)[4],
-                                      const uint32_t (&b)[4]) {
-    using cute::make_coord;
-    CUTE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float &d0 = acc(make_coord(0, 0), s, 2 * i + h), &d1 = acc(make_coord(1, 0), s, 2 * i + h),
-            &d2 = acc(make_coord(0, 1), s, 2 * i + h), &d3 = acc(make_coord(1, 1), s, 2 * i + h);
-      Mma::fma(d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[2 * h], b[2 * h + 1], d0, d1, d2, d3);
-    }
-  }
-
-  // Which 16 dims a product takes at its step j: the same place of every panel in turn, so that
-  // one swizzled address per operand is live instead of four.
-  FA_DEVICE static constexpr int dim_step(int j) {
-    constexpr int kSteps = T::kDim / 16;
-    if constexpr (kSteps % 4 != 0) return j;
-    constexpr int kPanels = (kSteps + 3) / 4;
-    return j % kPanels * 4 + j / kPanels;
+    return key_tiles_before(state_.band, state_.info, m, T::kTileM, T::kTileN);
   }
 
   // scores_ = K·Qᵀ or V·dOᵀ
@@ -233,10 +183,10 @@ class BwdStep {
     auto load_a = [&](int j) {
       CUTE_UNROLL
       for (int s = 0; s < T::kSlabs; ++s)
-        load_matrix(Keys::step_columns(keys, dim_step(j)) + s * 16 * 128, a[j % 2][s]);
+        load_matrix(Keys::step_columns(keys, dim_step<kSteps>(j)) + s * 16 * 128, a[j % 2][s]);
     };
     auto load_b = [&](int t) {
-      load_matrix(Rows::step_columns(rows, dim_step(t / kTiles)) + t % kTiles * 16 * 128,
+      load_matrix(Rows::step_columns(rows, dim_step<kSteps>(t / kTiles)) + t % kTiles * 16 * 128,
                   b[t % (kAhead + 1)]);
     };
     load_a(0);
@@ -249,7 +199,7 @@ class BwdStep {
       if (i == 0 && j + 1 < kSteps) load_a(j + 1);
       CUTE_UNROLL
       for (int s = 0; s < T::kSlabs; ++s)
-        multiply_pair(scores_, s, i, a[j % 2][s], b[t % (kAhead + 1)]);
+        multiply_pair<T::kType>(scores_, s, i, a[j % 2][s], b[t % (kAhead + 1)]);
     }
   }
 
@@ -456,7 +406,7 @@ class BwdStep {
       for (int s = 0; s < T::kSlabs; ++s) {
         const uint32_t a[4] = {operand_[s][2 * j][0], operand_[s][2 * j][1],
                                operand_[s][2 * j + 1][0], operand_[s][2 * j + 1][1]};
-        multiply_pair(sum, s, t % kTiles, a, b[t % (kAhead + 1)]);
+        multiply_pair<T::kType>(sum, s, t % kTiles, a, b[t % (kAhead + 1)]);
       }
       beside(t);
     }
@@ -466,9 +416,9 @@ class BwdStep {
   const BwdState& state_;  // in shared memory
   uint32_t smem_;          // address of BwdSmem
   int part_, pair_;
-  typename T::template Accumulator<T::kSlabs, T::kTileM> scores_;  // Sᵀ or dPᵀ
-  uint32_t operand_[T::kSlabs][kRowBlocks][2];                     // Pᵀ or dSᵀ, 16-bit pairs
-  float2 rows_[kRowBlocks / 2];                                    // LSE or delta of half of them
+  Accumulator<T::kSlabs, T::kTileM> scores_;    // Sᵀ or dPᵀ
+  uint32_t operand_[T::kSlabs][kRowBlocks][2];  // Pᵀ or dSᵀ, 16-bit pairs
+  float2 rows_[kRowBlocks / 2];                 // LSE or delta of half of them
 };
 
 }  // namespace fa::sm80

@@ -2,8 +2,6 @@
 // What follows from the values of a forward row: types, tile shapes, matrix instruction, occupancy.
 #pragma once
 
-#include <cute/arch/mma_sm80.hpp>
-#include <cute/tensor.hpp>
 #include <type_traits>
 
 #include "kernels_common/device/acc_view.h"
@@ -51,18 +49,6 @@ struct FwdTypes {
   static_assert(kStages == 1 || kStages == 2, "stages must be 1 or 2");
 
   using Mask = std::conditional_t<kConfig.mask == MaskKind::kNone, NoMask, BandMask>;
-  using MmaAtom = std::conditional_t<kType == DType::kBf16, cute::SM80_16x8x16_F32BF16BF16F32_TN,
-                                     cute::SM80_16x8x16_F32F16F16F32_TN>;
-
-  // One warp's accumulator of kWarpRows x kCols: ((column pair, row half), slab, n8 tile).
-  template <int kCols>
-  static constexpr auto accumulator() {
-    using namespace cute;
-    return make_tensor<float>(
-        Layout<Shape<Shape<_2, _2>, Int<kSlabs>, Int<kCols / 8>>>{});  // ((2, 2), MMA_M, MMA_N)
-  }
-  template <int kCols>
-  using Accumulator = decltype(accumulator<kCols>());
 
   // Blocks per SM that the registers are budgeted for: accumulators and about 40 for the rest. At
   // D 64 a third block gains more (+5 % at 4k, H200) than Q kept in registers.

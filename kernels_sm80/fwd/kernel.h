@@ -62,9 +62,7 @@ FA_DEVICE void store_tile(FwdStep<Row>& step, const FwdArgs& args, const SeqInfo
       const uint32_t at = smem_o +
                           Tile::offset(warp * T::kWarpRows + lane / 4 + acc_row(r, 16), c / 2) +
                           lane % 4 * 4;
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(at),
-                   "r"(pack_pair<T::kType>(view(r, c), view(r, c + 1)))
-                   : "memory");
+      store_shared(at, pack_pair<T::kType>(view(r, c), view(r, c + 1)));
     }
   }
   __syncwarp();
@@ -76,12 +74,8 @@ FA_DEVICE void store_tile(FwdStep<Row>& step, const FwdArgs& args, const SeqInfo
     for (int p = 0; p < Tile::panels(T::kDimV); ++p) {
       const int chunk = p * 8 + lane % 8;
       if (row >= seq.q_slot || chunk * 8 >= args.dim_v) continue;
-      uint4 data;
-      asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                   : "=r"(data.x), "=r"(data.y), "=r"(data.z), "=r"(data.w)
-                   : "r"(smem_o + Tile::offset(warp * T::kWarpRows + in_warp, chunk))
-                   : "memory");
-      *reinterpret_cast<uint4*>(out + row * row_bytes + chunk * 16) = data;
+      *reinterpret_cast<uint4*>(out + row * row_bytes + chunk * 16) =
+          load_shared_chunk(smem_o + Tile::offset(warp * T::kWarpRows + in_warp, chunk));
     }
   }
   __syncwarp();  // the next tile's Q overwrites these rows

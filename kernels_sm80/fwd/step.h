@@ -6,20 +6,10 @@
 #include "kernels_common/device/online_softmax.h"
 #include "kernels_common/device/philox.h"
 #include "kernels_common/device/score.h"
+#include "kernels_sm80/common/mma.h"
 #include "kernels_sm80/fwd/q_loader.h"
 
 namespace fa::sm80 {
-
-FA_DEVICE void load_matrix(uint32_t address, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
-FA_DEVICE void load_matrix_transposed(uint32_t address, uint32_t (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 
 // All threads of the block; warps may come from different places in the program.
 FA_DEVICE void block_barrier() { asm volatile("barrier.sync 0;" ::: "memory"); }
@@ -31,12 +21,11 @@ FA_DEVICE void block_barrier() { asm volatile("barrier.sync 0;" ::: "memory"); }
 template <class Row>
 class FwdStep {
   using T = FwdTypes<Row>;
-  using Mma = typename T::MmaAtom;
   static constexpr int kRows = 2 * T::kSlabs;  // of this thread
   static constexpr int kKSteps = T::kDimQk / 16;
   static constexpr int kAhead = 1;  // operands of K and V loaded ahead of the product in progress
-  using Scores = typename T::template Accumulator<T::kTileN>;
-  using Output = typename T::template Accumulator<T::kDimV>;
+  using Scores = Accumulator<T::kSlabs, T::kTileN>;
+  using Output = Accumulator<T::kSlabs, T::kDimV>;
 
  public:
   static constexpr bool kFirstIsNext = true;  // for attend_tile()
@@ -191,29 +180,11 @@ class FwdStep {
     const int thread = thread_again();
     return smem_q_ + lane_offset_rows<T::kTileM>(thread % 32) + thread / 32 * (T::kWarpRows * 128);
   }
-  // Which 16 dims Q · Kᵀ takes at its step j: the same place of every panel in turn. Their
-  // addresses differ by a constant, so one swizzled address per operand is live instead of four.
-  FA_DEVICE static constexpr int dim_step(int j) {
-    if constexpr (kKSteps % 4 != 0) return j;  // half of the last panel: in order
-    constexpr int kPanels = (kKSteps + 3) / 4;
-    return j % kPanels * 4 + j / kPanels;
-  }
   FA_DEVICE void load_q_operand(uint32_t rows, int j, uint32_t (&a)[T::kSlabs][4]) const {
     CUTE_UNROLL
     for (int m = 0; m < T::kSlabs; ++m)
-      load_matrix(SwizzledTile<T::kTileM>::step_columns(rows, dim_step(j)) + m * 16 * 128, a[m]);
-  }
-  // Columns [16·i, 16·i + 16) of slab m: two n8 tiles of mma.sync.
-  template <class Acc>
-  FA_DEVICE static void multiply_pair(Acc& acc, int m, int i, const uint32_t (&a)[4],
-                                      const uint32_t (&b)[4]) {
-    using cute::make_coord;
-    CUTE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      float &d0 = acc(make_coord(0, 0), m, 2 * i + h), &d1 = acc(make_coord(1, 0), m, 2 * i + h),
-            &d2 = acc(make_coord(0, 1), m, 2 * i + h), &d3 = acc(make_coord(1, 1), m, 2 * i + h);
-      Mma::fma(d0, d1, d2, d3, a[0], a[1], a[2], a[3], b[2 * h], b[2 * h + 1], d0, d1, d2, d3);
-    }
+      load_matrix(SwizzledTile<T::kTileM>::step_columns(rows, dim_step<kKSteps>(j)) + m * 16 * 128,
+                  a[m]);
   }
 
   // scores = Q · K(n)ᵀ
@@ -225,9 +196,9 @@ class FwdStep {
     cute::clear(scores_);
     uint32_t a[2][T::kSlabs][4], b[kAhead + 1][4];
     auto load_b = [&](int t) {
-      load_matrix(
-          SwizzledTile<T::kTileN>::step_columns(keys, dim_step(t / kTiles)) + t % kTiles * 16 * 128,
-          b[t % (kAhead + 1)]);
+      load_matrix(SwizzledTile<T::kTileN>::step_columns(keys, dim_step<kKSteps>(t / kTiles)) +
+                      t % kTiles * 16 * 128,
+                  b[t % (kAhead + 1)]);
     };
     load_q_operand(rows, 0, a[0]);
     CUTE_UNROLL
@@ -241,7 +212,7 @@ class FwdStep {
         if (t + kAhead < kKSteps * kTiles) load_b(t + kAhead);
         CUTE_UNROLL
         for (int m = 0; m < T::kSlabs; ++m)
-          multiply_pair(scores_, m, i, a[j % 2][m], b[t % (kAhead + 1)]);
+          multiply_pair<T::kType>(scores_, m, i, a[j % 2][m], b[t % (kAhead + 1)]);
       }
     }
   }
@@ -265,7 +236,7 @@ class FwdStep {
       if (t % kTiles == 0) pack(t / kTiles, a);
       CUTE_UNROLL
       for (int m = 0; m < T::kSlabs; ++m)
-        multiply_pair(output, m, t % kTiles, a[m], b[t % (kAhead + 1)]);
+        multiply_pair<T::kType>(output, m, t % kTiles, a[m], b[t % (kAhead + 1)]);
     }
   }
 

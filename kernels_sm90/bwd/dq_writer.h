@@ -3,6 +3,7 @@
 // in order of the key tiles where the call is deterministic.
 #pragma once
 
+#include "kernels_common/device/dq_turns.h"
 #include "kernels_sm90/bwd/producer.h"
 
 namespace fa::sm90 {
@@ -11,15 +12,6 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(a),
                "f"(b), "f"(c), "f"(d)
                : "memory");
-}
-
-FA_DEVICE int load_acquire(const int* from) {
-  int value;
-  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(from) : "memory");
-  return value;
-}
-FA_DEVICE void add_release(int* to) {
-  asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(to) : "memory");
 }
 
 template <class Row>
@@ -49,21 +41,15 @@ class DqWriter {
   }
   FA_DEVICE bool ordered() const { return args_.work.turns != nullptr; }
 
-  // Key tiles of a row block add in ascending order; those before ours have lower block numbers.
   FA_DEVICE void wait_turn(int64_t index, int m) const {
-    const KeyTileInfo& s = tile_.seq;
-    const int first = m * T::kTileM, last = min_of(first + T::kTileM, s.q_len) - 1;
-    const int before =
-        s.n_first / T::kTileN - key_range(tile_.band, first, last, s.k_len, T::kTileN).begin;
-    if (thread_ == 0)
-      while (load_acquire(args_.work.turns + index) != before) {
-      }
+    const int before = key_tiles_before(tile_.band, tile_.seq, m, T::kTileM, T::kTileN);
+    if (thread_ == 0) wait_for_count(args_.work.turns + index, before);
     sync<kWarpgroupThreads>(Barrier::kDq);
   }
   FA_DEVICE void pass_turn(int64_t index) const {
     __threadfence();
     sync<kWarpgroupThreads>(Barrier::kDq);
-    if (thread_ == 0) add_release(args_.work.turns + index);
+    if (thread_ == 0) count_one(args_.work.turns + index);
   }
 
  private:

@@ -27,8 +27,11 @@ ARROWS: dict[str, tuple[str, ...]] = {
     DEVICE: (DEVICE, *SHARED_VALUES),
     HOST: (HOST, f"{API}fa.h", *HOST_SAFE),
     API: (API, HOST),
-    "kernels_sm80/": (COMMON, "kernels_sm80/"),
-    "kernels_sm90/": (COMMON, "kernels_sm90/"),
+    **{
+        f"{arch}/{part}/": (COMMON, f"{arch}/common/", f"{arch}/{part}/")
+        for arch in ("kernels_sm80", "kernels_sm90")
+        for part in ("common", "fwd", "bwd")
+    },
     "python/": ("kernels_common/api/fa.h", "python/"),
 }
 SOURCES = {".h", ".c", ".cpp", ".cu", ".py", ".sh", ".toml", ".yaml"}
