@@ -51,7 +51,7 @@ DEFAULT_LOADER = {"80": "cpasync", "90": "tma"}  # not spelled in an id
 # Keys of the column `knobs`, per op: name -> allowed value -> C++ text.
 KNOBS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
-        "turns": {k: f"Turns::k{k.title()}" for k in ("none", "gemm", "softmax")},
+        "turns": {k: f"Turns::k{k.title()}" for k in ("none", "gemm")},
         "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted", "checked")},
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1", "2": "2"},
@@ -59,13 +59,8 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
     },
     "bwd": {
         "dropout": {"0": "0", "1": "1"},
-        "stages_do": {"1": "1", "2": "2", "3": "3"},
         "stages_ds": {"1": "1", "2": "2"},
-        "swap_sdp": {"0": "0", "1": "1"},
-        "swap_dkv": {"0": "0", "1": "1"},
-        "swap_dq": {"0": "0", "1": "1"},
         "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector", "bulk")},
-        "ds": {k: f"DsFrom::k{k.title()}" for k in ("registers", "shared")},
         "dq_turns": {"1": "1", "2": "2", "4": "4", "8": "8"},
     },
 }

@@ -15,14 +15,11 @@ enum class SchedKind : int { kStatic = 0, kDynamic = 1 };          // column `sc
 enum class StepKind : int { kOverlap = 0, kSerial = 1 };           // column `step`
 
 // Columns `knobs`: key=value, each a policy.
-enum class Turns : int { kNone = 0, kGemm = 1, kSoftmax = 2 };
+enum class Turns : int { kNone = 0, kGemm = 1 };
 enum class Rescale : int { kAlways = 0, kVoted = 1, kChecked = 2 };
 // How a tile of dQ reaches its fp32 sum: single atomics, vector reduces, or bulk reduces out of
 // shared memory.
 enum class DqAdd : int { kAtomic = 0, kVector = 1, kBulk = 2 };
-
-// Where the product dK = dSᵀ · Q takes dS from.
-enum class DsFrom : int { kRegisters = 0, kShared = 1 };
 
 struct KernelConfig {
   int arch;  // 80, 90
@@ -34,7 +31,7 @@ struct KernelConfig {
   LoadKind kv, q;
   int tile_m, tile_n;  // query rows, keys of one tile
   int warps;           // of the whole thread block, producer included
-  int stages;          // slots of K and V; backward: of Q
+  int stages;          // slots of K and V; backward: of Q and dO
   int cluster;
   SchedKind sched;
   StepKind step;
@@ -42,13 +39,9 @@ struct KernelConfig {
   Rescale rescale = Rescale::kAlways;
   int q_slots = 1;  // Q buffers
   int o_buf = 0;  // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
-  int dropout = 0;  // 1: drops weights when the call asks for it
-  // Backward: slots of dO and of dS; 1: the product is computed transposed (S and dP; dK and dV;
-  // dQ).
-  int stages_do = 1, stages_ds = 1;
-  int swap_sdp = 0, swap_dkv = 0, swap_dq = 0;
+  int dropout = 0;    // 1: drops weights when the call asks for it
+  int stages_ds = 1;  // backward: slots of dS
   DqAdd dq = DqAdd::kAtomic;
-  DsFrom ds = DsFrom::kRegisters;
   int dq_turns = 1;  // counters per dQ tile that order its additions
 };
 

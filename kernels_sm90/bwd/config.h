@@ -21,14 +21,13 @@ struct BwdTypes {
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
-  static constexpr bool kDkFromRegisters = kConfig.ds == DsFrom::kRegisters;
   // dS needs P with more bits than bf16 has.
   static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16;
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
   static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kComputes;
-  static constexpr int kDsReaderWarps = 4 + (kDkFromRegisters ? 0 : kComputeWarps);
+  static constexpr int kDsReaderWarps = 4 + kComputeWarps;
   static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kBackward);
@@ -36,14 +35,11 @@ struct BwdTypes {
                 "16-bit backward rows have one dtype for q, k and v");
   static_assert(kComputes == 2 && kTileN == 64 * kComputes,
                 "two compute warpgroups own 64 keys each: tile_n = 128, warps = 12");
-  static_assert(kConfig.stages_do == kSlots, "Q and dO of a block share a slot number");
   static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
   static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
                 "head dims of a row are multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.swap_sdp == 1 && kConfig.swap_dkv == 0 && kConfig.swap_dq == 0,
-                "S and dP are computed transposed, so that P and dS feed dV and dK from registers");
   static_assert(kConfig.dq == DqAdd::kVector);
 
   // Registers per thread after setmaxnreg; a block starts with 168 each. A compute thread holds dV
@@ -86,14 +82,7 @@ struct BwdTypes {
   static constexpr auto kMn = cute::GMMA::Major::MN;
   static constexpr auto kK = cute::GMMA::Major::K;
 
-  template <class Extents, bool kFromRegisters>
-  static constexpr auto product() {
-    if constexpr (kFromRegisters)
-      return cute::GMMA::rs_op_selector<E, E, float, Extents, kK, kMn>();
-    else
-      return cute::GMMA::ss_op_selector<E, E, float, Extents, kK, kMn>();
-  }
-
+  // S and dP are computed transposed, so that P is dV's operand as it lies in registers.
   using MmaS = decltype(cute::make_tiled_mma(  // Sᵀ = K · Qᵀ
       cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM, kDimQk>>(),
       Warpgroups<kComputes>{}));
@@ -104,7 +93,8 @@ struct BwdTypes {
       cute::GMMA::rs_op_selector<E, E, float, Shape<kTileN, kDimV, kTileM>, kK, kMn>(),
       Warpgroups<kComputes>{}));
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
-      product<Shape<kTileN, kDimQk, kTileM>, kDkFromRegisters>(), Warpgroups<kComputes>{}));
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kDimQk, kTileM>, kK, kMn>(),
+      Warpgroups<kComputes>{}));
   using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
       cute::GMMA::ss_op_selector<E, E, float, Shape<64, kPanel, kTileN>, kMn, kMn>(),
       Warpgroups<1>{}));

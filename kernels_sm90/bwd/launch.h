@@ -69,7 +69,7 @@ fa_status launch(const LaunchArgs& args, void* stream) {
 template <class Row>
 constexpr KernelEntry make_entry(const char* id) {
   static_assert(kBwdSmemBytes<Row> <= kBwdSmemLimit,
-                "tile_m, tile_n, stages, stages_do and stages_ds of this row need more shared "
+                "tile_m, tile_n, stages and stages_ds of this row need more shared "
                 "memory than a block may use");
   return KernelEntry{id,           Row::kConfig,  BwdTypes<Row>::kThreads, kBwdSmemBytes<Row>,
                      &launch<Row>, &function<Row>};

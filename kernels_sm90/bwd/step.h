@@ -48,27 +48,18 @@ class BwdStep {
   FA_DEVICE void next(int m, Edge) {
     Score s;
     issue_dv();
-    if constexpr (T::kDkFromRegisters) {
-      cute::warpgroup_wait<0>();  // P's registers are free
-      cute::warpgroup_fence_operand(dv_);
-      release(smem_.do_slots, at_);
-      issue_scores(s, at_ + 1);  // of this block
-      issue_dk();
-      cute::warpgroup_wait<1>();  // S is there
-    } else {
-      issue_scores(s, at_ + 1);
-      issue_dk();
-      cute::warpgroup_wait<1>();  // dV and S are there
-      cute::warpgroup_fence_operand(dv_);
-      release(smem_.do_slots, at_);
-    }
+    issue_scores(s, at_ + 1);  // of this block
+    issue_dk();
+    cute::warpgroup_wait<1>();  // dV and S are there
+    cute::warpgroup_fence_operand(dv_);
+    release(smem_.do_slots, at_);
     cute::warpgroup_fence_operand(s);
     ++at_;
     make_probabilities<Edge>(s, m);
     cute::warpgroup_wait<0>();  // dK is there
     cute::warpgroup_fence_operand(dk_);
     release(smem_.q_slots, at_ - 1);
-    if constexpr (!T::kDkFromRegisters) release(smem_.ds_slots, at_ - 1);
+    release(smem_.ds_slots, at_ - 1);
     make_ds<Edge>(m);
   }
 
@@ -173,14 +164,10 @@ class BwdStep {
   }
   FA_DEVICE void issue_dk() {
     auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQt{});
-    if constexpr (T::kDkFromRegisters) {
-      issue_rs(typename T::MmaDk{}, ds_, q, slot<T::kSlots>(at_), dk_);
-    } else {
-      sync<kWarpgroupThreads>(Barrier::kSlab, warpgroup());  // all four warps have stored dS
-      auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDsT{});
-      issue_ss<cute::GMMA::ScaleOut::One>(typename T::MmaDk{}, ds, slot<T::kDsSlots>(at_), q,
-                                          slot<T::kSlots>(at_), dk_);
-    }
+    sync<kWarpgroupThreads>(Barrier::kSlab, warpgroup());  // all four warps have stored dS
+    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDsT{});
+    issue_ss<cute::GMMA::ScaleOut::One>(typename T::MmaDk{}, ds, slot<T::kDsSlots>(at_), q,
+                                        slot<T::kSlots>(at_), dk_);
   }
 
   // P = 2^(score · scale_log2 − LSE), 16-bit. The LSE of a row that is not the sequence's is +inf.
@@ -294,10 +281,6 @@ class BwdStep {
     store_matrices(shared_address(smem_.ds + at * T::kTileN) + row * 128 +
                        (((i % 4 * 2 + half) ^ (row % 8)) * 16),
                    ds[0], ds[1], ds[2], ds[3]);
-    if constexpr (T::kDkFromRegisters) {
-      CUTE_UNROLL
-      for (int j = 0; j < 4; ++j) cute::recast<uint32_t>(ds_).data()[4 * i + j] = ds[j];
-    }
   }
 
   // Zeros the rows of a tile outside [first, end); a row is 128 bytes of each panel, whatever the
@@ -332,10 +315,10 @@ class BwdStep {
   BwdSmem<Row>& smem_;
   float scale_log2_;
   int group_;
-  uint32_t at_ = 0;             // blocks before the one whose P and dS are held
-  typename T::DvAcc dv_;        // ((2, 2, dim_v / 8), 1, 1)
-  typename T::DkAcc dk_;        // ((2, 2, dim_qk / 8), 1, 1)
-  typename T::Operand p_, ds_;  // (MMA, 1, MMA_K): 16-bit
+  uint32_t at_ = 0;        // blocks before the one whose P and dS are held
+  typename T::DvAcc dv_;   // ((2, 2, dim_v / 8), 1, 1)
+  typename T::DkAcc dk_;   // ((2, 2, dim_qk / 8), 1, 1)
+  typename T::Operand p_;  // (MMA, 1, MMA_K): 16-bit
   uint32_t rest_[T::kKeepRest ? T::kTileM / 8 : 1];  // of P: 8 more bits of four values each
 };
 

@@ -47,7 +47,7 @@ def test_the_forward_has_its_rows():
         ({"stages": ""}, "stages '' is not a positive whole number"),
         ({"profile": "daily"}, "profile 'daily' is not one of dev, release, full, lab"),
         ({"knobs": "warp=1"}, "knob 'warp' is not known for op fwd"),
-        ({"knobs": "turns=both"}, "knob turns=both is not one of none, gemm, softmax"),
+        ({"knobs": "turns=both"}, "knob turns=both is not one of none, gemm"),
         ({"knobs": "turns=gemm turns=none"}, "knob 'turns' is given twice"),
         ({"d_qk": "64"}, "the columns spell sm90_fwd_bf16_d64x128_band"),
         ({"score": "any"}, "the columns spell sm90_fwd_bf16_d128_band_any"),
