@@ -135,8 +135,8 @@ typedef struct fa_params {
   fa_state state;
 } fa_params;
 
-/* Merging of partial results: out_partial [n, B, S, H, D] in fp32, bf16 or fp16, out in one of them;
- * lse_partial [n, B, H, S] in fp32. */
+/* Merging of partial results: out_partial [n, B, S, H, D] in fp32, bf16 or fp16, out in one of
+ * them; lse_partial [n, B, H, S] in fp32. */
 typedef struct fa_combine_params {
   uint32_t struct_size, abi_version;
   int32_t count, batch, seqlen_q, heads_q, dim_v, reserved;
