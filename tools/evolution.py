@@ -41,6 +41,7 @@ from bench_cells import Cell
 from evolution_lines import Line
 
 PARTS = ("time", "error", "ablation", "bytes")
+SHORT = (128, 256, 512, 1024)  # of a single sequence
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 
 
@@ -82,7 +83,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def table(options: argparse.Namespace) -> list[Cell]:
-    """Every cell that is timed: both masks, both directions; e4m3 forward."""
+    """Every cell that is timed: both masks, both directions; e4m3 forward; single short ones."""
     cells = []
     for dim in options.dims:
         for work, dtype in (
@@ -92,6 +93,9 @@ def table(options: argparse.Namespace) -> list[Cell]:
         ):
             for causal in (False, True):
                 cells += [generations.cell(n, dim, causal, work, dtype) for n in options.lengths]
+    dim = options.dims[0]
+    short = [n for n in SHORT if n <= max(options.lengths)]
+    cells += [dataclasses.replace(generations.cell(n, dim, False), tokens=n) for n in short]
     if options.device == "cpu":
         small = [c for c in cells if c.dtype != impls.FP8]
         return [generations.small(c) for c in small]

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# How do measured lines become the page about attention's evolution, in two languages?
+"""Writes docs/evolution.md, docs/evolution.zh.md and their plots from docs/results/evolution.jsonl.
+
+    python3 tools/evolution_page.py            # write
+    python3 tools/evolution_page.py --check    # status 1 where a page is older than the results
+
+The texts are tools/evolution/page.en.tmpl and page.zh.tmpl; `{{name}}` stands for the block of that
+name below. Both languages show the same figures and plots.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import evolution_lines
+import evolution_tables as tables
+from evolution_lines import Line, chosen
+from evolution_tables import PageError, Words, column, columns, main_dim, words_of
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "docs" / "results" / "evolution.jsonl"
+TEMPLATES = {"en": "page.en.tmpl", "zh": "page.zh.tmpl"}
+PAGES = {"en": "evolution.md", "zh": "evolution.zh.md"}
+PLOTS = ("evolution_time.png", "evolution_memory.png", "evolution_bytes.png")
+NEEDED = ("time", "error", "bytes")  # a page without these would have holes
+
+
+def blocks(lines: list[Line], words: Words) -> dict[str, list[str]]:
+    """What stands for each {{name}} of a template."""
+    dim = main_dim(chosen(lines, "time"))
+    made: dict[str, list[str]] = {
+        "machine": tables.machine_line(lines, words),
+        "claims": tables.claim_table(lines, words, dim),
+        "time full": tables.time_table(lines, words, "forward", False, dim),
+        "time causal": tables.time_table(lines, words, "forward", True, dim),
+        "time short": tables.short_table(lines, words, dim),
+        "time backward": tables.time_table(lines, words, "backward", False, dim),
+        "memory forward": tables.memory_table(lines, words, "forward", dim),
+        "memory backward": tables.memory_table(lines, words, "backward", dim),
+        "dram": tables.bytes_table(lines, words, "dram"),
+        "l2": tables.bytes_table(lines, words, "l2"),
+        "errors": tables.error_table(lines, words),
+        "ablations": tables.ablation_table(lines, words),
+    }
+    for name in PLOTS:
+        made[f"plot {name}"] = [f"![{name.removesuffix('.png')}](results/{name})"]
+    return made
+
+
+def page(template: str, lines: list[Line], words: Words) -> str:
+    """The template with every {{name}} replaced; PageError for a name that is none."""
+    found = blocks(lines, words)
+
+    def block(match: re.Match[str]) -> str:
+        if match[1] not in found:
+            raise PageError(f"{{{{{match[1]}}}}}: allowed names are {', '.join(sorted(found))}.")
+        return "\n".join(found[match[1]])
+
+    return re.sub(r"\{\{([^}]+)\}\}", block, template)
+
+
+# --- plots --------------------------------------------------------------------------------------
+
+
+def plots(lines: list[Line], folder: Path) -> None:
+    """Time, memory and bytes over the sequence length; English words, for both languages."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    words, dim = words_of("en"), main_dim(chosen(lines, "time"))
+
+    def draw(
+        name: str,
+        panels: Sequence[tuple[str, list[Line], Callable[[Line], float | None]]],
+        unit: str,
+        formula: str | None = None,
+    ) -> None:
+        figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
+        for axis, (title, some, value) in zip(axes.flat, panels, strict=True):
+            for label in columns(some):
+                mine = [one for one in some if column(one) == label]
+                points = sorted((one["seqlen"], value(one)) for one in mine if value(one))
+                if not points:
+                    continue
+                (drawn,) = axis.plot(*zip(*points, strict=True), "o-", label=words[label])
+                model = sorted((o["seqlen"], o[formula]) for o in mine if formula and o[formula])
+                if model:
+                    axis.plot(*zip(*model, strict=True), "--", color=drawn.get_color(), alpha=0.6)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.set_title(title, fontsize=9)
+            axis.set_xlabel("sequence length")
+            axis.set_ylabel(unit)
+            axis.grid(alpha=0.3)
+        axes.flat[0].legend(fontsize=7)
+        figure.tight_layout()
+        folder.mkdir(parents=True, exist_ok=True)
+        figure.savefig(folder / name, dpi=90, metadata={"Software": None})
+        plt.close(figure)
+
+    def times(op: str, causal: bool) -> list[Line]:
+        return tables.whole(lines, "time", op=op, causal=causal, head_dim=dim)
+
+    def dram(one: Line) -> float | None:
+        parts = (one["dram_read"], one["dram_written"])
+        return None if None in parts else sum(parts)
+
+    forward = chosen(lines, "bytes", op="forward", causal=False)
+    rate = [
+        (f"{op} {'causal' if causal else 'full'}, D{dim}", times(op, causal), _rate)
+        for op, causal in (("forward", False), ("forward", True), ("backward", False))
+    ]
+    draw(PLOTS[0], rate, "TFLOP/s")
+    memory = [
+        (f"{op}, D{dim}: allocated by one call", times(op, False), _peak)
+        for op in ("forward", "backward")
+    ]
+    draw(PLOTS[1], memory, "bytes", "model_memory")
+    draw(
+        PLOTS[2],
+        [(f"DRAM, forward, D{dim}", forward, dram)],
+        "bytes (dashes: formula)",
+        "model_dram",
+    )
+
+
+def _rate(one: Line) -> float | None:
+    return one["tflops"]
+
+
+def _peak(one: Line) -> float | None:
+    return one["peak_bytes"]
+
+
+# --- command line -------------------------------------------------------------------------------
+
+
+def pages(lines: list[Line]) -> dict[Path, str]:
+    """Both pages; PageError where a kind of line is missing."""
+    absent = [kind for kind in NEEDED if not chosen(lines, kind)]
+    if absent:
+        raise PageError(
+            f"no lines of kind {', '.join(absent)}: `python3 tools/evolution.py --json FILE` "
+            "measures all kinds on a GPU whose counters may be read."
+        )
+    made = {}
+    for language, name in PAGES.items():
+        template = (ROOT / "tools" / "evolution" / TEMPLATES[language]).read_text()
+        made[ROOT / "docs" / name] = page(template, lines, words_of(language))
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status 1 with --check where a page does not follow from the results; 2: no results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, compare")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="the lines to use")
+    options = parser.parse_args(arguments)
+    if not options.results.is_file():
+        if options.check and not any((ROOT / "docs" / name).exists() for name in PAGES.values()):
+            print(f"{options.results} does not exist and neither do the pages made from it.")
+            return 0
+        print(
+            f"evolution_page.py: {options.results} does not exist; on a GPU tools/evolution.py "
+            "--json writes it.",
+            file=sys.stderr,
+        )
+        return 2
+    lines = evolution_lines.read(options.results)
+    try:
+        made = pages(lines)
+    except PageError as error:
+        print(f"evolution_page.py: {options.results}: {error}", file=sys.stderr)
+        return 2
+    if options.check:
+        stale = [
+            path for path, text in made.items() if not path.is_file() or path.read_text() != text
+        ]
+        for path in stale:
+            print(f"{path} does not follow from {options.results}: run tools/evolution_page.py.")
+        return 1 if stale else 0
+    for path, text in made.items():
+        path.write_text(text)
+    plots(lines, ROOT / "docs" / "results")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
