@@ -70,14 +70,26 @@ def backward(
     if options.get("deterministic") is None:
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     if kernel is not None:
-        try:
-            dq, dk, dv, dsinks = kernel(q, k, v, **options, out=out, lse=lse, dout=dout)
-        except RuntimeError as error:
-            if not str(error).startswith(("fa: left to Python", "fa: not supported")):
-                raise
-        else:
-            return dq, dk, dv, _in_dtype_of(options.get("sinks"), dsinks)
+        found = by_kernel(dout, q, k, v, out, lse, options)
+        if found is not None:
+            return found
     return _backward_checked(dout, q, k, v, out, lse, options)
+
+
+def by_kernel(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, options: dict[str, Any]
+) -> tuple[Tensor, Tensor, Tensor, Tensor] | None:
+    """The gradients by fa::_backward_kernel; None for a call that it leaves to Python."""
+    assert kernel is not None
+    if _backend.current() == "cpu":
+        return None
+    try:
+        dq, dk, dv, dsinks = kernel(q, k, v, **options, out=out, lse=lse, dout=dout)
+    except RuntimeError as error:
+        if not str(error).startswith(("fa: left to Python", "fa: not supported")):
+            raise
+        return None
+    return dq, dk, dv, _in_dtype_of(options.get("sinks"), dsinks)
 
 
 # fa::_backward_kernel of libfa_torch.so, if that is in use: ops.py sets it.

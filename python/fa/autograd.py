@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import unwrap_if_dead
 
 from fa import _backend, cpu
-from fa._raw import raw
+from fa._raw import raw, raw_backward, transformed
 
 # Options that are tensors and have no gradient.
 INDEX_OPTIONS = (
@@ -32,6 +33,7 @@ CONSTANT_OPTIONS = (
     "v_descale",
     "philox_seed_offset",
 )
+TENSOR_OPTIONS = (*INDEX_OPTIONS, *CONSTANT_OPTIONS)
 
 
 def refuse_constants(options: dict[str, Any]) -> None:
@@ -79,10 +81,10 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(backward)
     def wrapper(ctx: Any, *grads: Tensor | None) -> Any:
+        if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate these
+            return backward(ctx, *grads)
         with torch.no_grad():
             outputs = backward(ctx, *grads)
-        if not torch.is_grad_enabled():  # no create_graph: nobody can differentiate these
-            return outputs
         error = torch._C._functions.DelayedError(
             b"fa: double backward is not supported: the gradients of attention are not "
             b"differentiable. Use fa.reference.attention where second derivatives are needed.",
@@ -115,13 +117,14 @@ class Attention(torch.autograd.Function):
         given = options if sinks is None else {**options, "sinks": sinks}
         call = raw if direct else _traced
         out, lse = call(q, k, v, given)
-        names = [n for n in (*INDEX_OPTIONS, *CONSTANT_OPTIONS) if options.get(n) is not None]
+        names = [n for n in TENSOR_OPTIONS if options.get(n) is not None] if options else ()
         ctx.save_for_backward(q, k, v, out, lse, sinks, *(options[n] for n in names))
         ctx.tensor_options = names
         # A copy: the caller's dict may change before the backward runs.
-        ctx.options = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
-        ctx.options.pop("out_dtype", None)
-        ctx.options["deterministic"] = deterministic
+        kept = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
+        kept.pop("out_dtype", None)
+        kept["deterministic"] = deterministic
+        ctx.options = kept
         ctx.backend = _backend.current()
         return out, lse
 
@@ -134,12 +137,27 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         options = {**ctx.options, **dict(zip(ctx.tensor_options, tensors, strict=True))}
+        options |= {name: t for name, t in (("sinks", sinks), ("dlse", dlse)) if t is not None}
         # Below the kernel of fa::backward at key Autograd, which only refuses.
         with _backend.during(ctx.backend), torch._C._AutoDispatchBelowAutograd():
-            dq, dk, dv, dsinks = torch.ops.fa.backward.default(
-                dout, q, k, v, out, lse, sinks=sinks, dlse=dlse, **options
-            )
+            found = raw_backward(dout, q, k, v, out, lse, options)
+            if found is None:
+                found = torch.ops.fa.backward.default(dout, q, k, v, out, lse, **options)
+        dq, dk, dv, dsinks = found
         return dq, dk, dv, dsinks if sinks is not None else None, None, None, None
+
+
+_apply = super(torch.autograd.Function, Attention).apply  # type: ignore[misc]
+
+
+def apply_plain(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
+) -> tuple[Tensor, Tensor]:
+    """`Attention.apply` for a call that nothing traces, without its look at every argument."""
+    if transformed():
+        return Attention.apply(q, k, v, sinks, *rest)
+    q, k, v = unwrap_if_dead(q), unwrap_if_dead(k), unwrap_if_dead(v)
+    return _apply(q, k, v, None if sinks is None else unwrap_if_dead(sinks), *rest)
 
 
 class Combine(torch.autograd.Function):

@@ -14,13 +14,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from fa import ops
 from fa._checks import tensor_types
-from fa._raw import raw
+from fa._raw import raw, unwatched
 from fa._validate_types import in_our_words
 
 _FORWARD = torch.ops.fa.forward
@@ -28,27 +27,10 @@ _PACKET_CALL = type(_FORWARD).__call__
 _ABSENT = object()
 _grad_enabled = torch.is_grad_enabled
 _autocast_enabled = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-
-
-def _direct(q: Any, k: Any, v: Any) -> bool:
-    """May the call skip the dispatcher's composite? True for plain tensors that nothing watches.
-
-    No tangents, and no mode that wants to see the composite.
-    """
-    return (
-        type(q) is Tensor
-        and type(k) is Tensor
-        and type(v) is Tensor
-        and forward_ad._current_level < 0
-        and not _dispatch_modes()
-        and not _function_modes()
-    )
 
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What the composite does, for tensors that `_direct` lets through."""
+    """What the composite does, for tensors that `unwatched` lets through."""
     if _autocast_enabled() or "dropout_p" in options:
         return ops.forward(q, k, v, **options)
     if _grad_enabled():
@@ -69,7 +51,7 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
         if is_compiling():
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         try:
-            if not args and _direct(q, k, v):
+            if not args and unwatched(q, k, v):
                 return _call(q, k, v, options)
             return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
         except RuntimeError as error:
@@ -156,7 +138,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
     if is_compiling():
         return _FORWARD(q, k, v, **options)
     try:
-        if _direct(q, k, v):
+        if unwatched(q, k, v):
             return _call(q, k, v, options)
         return _PACKET_CALL(_FORWARD, q, k, v, **options)
     except RuntimeError as error:

@@ -299,7 +299,8 @@ def record(
     `direct`: nothing traces this call.
     """
     if torch.is_grad_enabled():
-        autograd.refuse_constants(options)
+        if options:
+            autograd.refuse_constants(options)
         sinks = options.get("sinks")
         if (
             q.requires_grad
@@ -313,7 +314,8 @@ def record(
             deterministic = rest.pop("deterministic", None)
             if deterministic is None:
                 deterministic = torch.are_deterministic_algorithms_enabled()
-            return autograd.Attention.apply(q, k, v, sinks, rest, deterministic, direct)
+            apply = autograd.apply_plain if direct else autograd.Attention.apply
+            return apply(q, k, v, sinks, rest, deterministic, direct)
     return torch.ops.fa._forward.default(q, k, v, **options)
 
 
@@ -422,6 +424,7 @@ def _register() -> None:
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
     if _shim.register(NAMESPACE):
         _cuda.kernel = torch.ops.fa._backward_kernel.default._op
+        _raw.bind_backward(_cuda.by_kernel)
     else:
         impl("_forward", _forward_cuda, "CUDA")
         impl("forward_out", _forward_out_cuda, "CUDA")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 import fa
 import host_build
-from fa import _abi, _backend, _buffers, _cuda, _layout, _lib, _schemas, _shim, _validate
+from fa import _abi, _backend, _buffers, _cuda, _layout, _lib, _raw, _schemas, _shim, _validate, ops
 
 INT = torch.int32
 NAMESPACE = "fa_dry"
@@ -185,6 +185,136 @@ def test_both_implementations_fill_the_same_params_of_a_backward(
     given = _abi.Gradients(*(dout, *grads), more.get("dlse"), None if sinks is None else dsinks)
     want_params = fields_of(_cuda.forward_params(q, k, v, out, lse, {**options, "grad": given}))
     assert last_params(shim) == pytest.approx(want_params, nan_ok=True)
+
+
+@pytest.fixture
+def short_way(shim: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Autograd's backward of CPU tensors by the dry kernel, as of CUDA tensors by the real one.
+
+    Holds "kernel" for each call of the kernel, "operator" for each of fa::backward's CPU code.
+    """
+    taken: list[str] = []
+    kernel, checked = torch.ops.fa_dry._backward_kernel.default._op, ops._backward_torch
+
+    def spy(*args: Any, **options: Any) -> Any:
+        taken.append("kernel")
+        return kernel(*args, **options)
+
+    def operator(*args: Any, **options: Any) -> Any:
+        taken.append("operator")
+        return checked(*args, **options)
+
+    monkeypatch.setattr(_cuda, "kernel", spy)
+    monkeypatch.setattr(_raw, "_backward", _cuda.by_kernel)
+    monkeypatch.setattr(_raw, "_backward_device", "cpu")
+    monkeypatch.setattr(ops, "_backward_torch", operator)
+    monkeypatch.setattr(ops, "_refuse_gpu_backend", lambda q: None)
+    return taken
+
+
+def leaves() -> list[Tensor]:
+    return [t.detach().clone().requires_grad_() for t in (Q, K, V)]
+
+
+def test_autograd_calls_the_kernel_itself(shim: ctypes.CDLL, short_way: list[str]) -> None:
+    inputs, sinks = leaves(), torch.zeros(4, dtype=torch.bfloat16, requires_grad=True)
+    options = {"causal": True, "softmax_scale": 0.5, "sinks": sinks}
+    out, lse = fa.attention(*inputs, **options, deterministic=True, return_lse=True)
+    dout, dlse = torch.ones_like(out), torch.ones_like(lse)
+    grads = torch.autograd.grad((out, lse), (*inputs, sinks), (dout, dlse))
+    assert short_way == ["kernel"]
+    for t, grad in zip((*inputs, sinks), grads, strict=True):
+        assert (grad.shape, grad.dtype) == (t.shape, t.dtype)
+    seen = last_params(shim)
+    assert seen["q.data"] == inputs[0].data_ptr()
+    assert seen["grad.dout.data"] == dout.data_ptr()
+    assert seen["grad.dlse"] == dlse.data_ptr()
+    assert seen["lse.data"] != 0
+    assert seen["mask.window_right"] == 0
+    assert seen["score.scale"] == 0.5
+    assert seen["score.sinks.data"] == sinks.data_ptr()
+    assert seen["options.deterministic"] == 1
+    assert seen["options.force_arch"] == 0
+
+
+def test_tensor_options_reach_the_kernel(shim: ctypes.CDLL, short_way: list[str]) -> None:
+    packed = [t.detach().clone().requires_grad_() for t in PACKED]
+    out = fa.attention_varlen(*packed, *CU.values(), window_size=(3, 1))
+    out.float().square().sum().backward()
+    assert short_way == ["kernel"]
+    seen = last_params(shim)
+    assert seen["seq.cu_q"] == CU["cu_seqlens_q"].data_ptr()
+    assert seen["seq.cu_k"] == CU["cu_seqlens_k"].data_ptr()
+    assert (seen["mask.window_left"], seen["mask.window_right"]) == (3, 1)
+    assert packed[0].grad is not None
+
+
+def test_the_backend_of_the_forward_is_that_of_the_kernel(
+    shim: ctypes.CDLL, short_way: list[str]
+) -> None:
+    inputs = leaves()
+    with fa.backend("sm80"):
+        out = fa.attention(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert short_way == ["kernel"]
+    assert last_params(shim)["options.force_arch"] == 80
+    with fa.backend("cpu"):
+        out = fa.attention(*inputs)
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert short_way == ["kernel", "operator"], "the torch implementation has no kernel"
+
+
+def test_what_the_kernel_leaves_goes_through_the_operator(short_way: list[str]) -> None:
+    inputs = leaves()
+    out = fa.attention(*inputs)
+    everywhere = torch.ones((), dtype=out.dtype).expand_as(out)  # dout of a sum: strides 0
+    got = torch.autograd.grad(out, inputs, everywhere, retain_graph=True)
+    assert short_way == ["kernel", "operator"]
+    del short_way[:]
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        counted = torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+    assert short_way == ["operator"], "a mode wants to see fa::backward"
+    assert counter.get_total_flops() > 0
+    for a, b in zip(got, counted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+def test_transformed_gradients_go_through_the_operator(short_way: list[str]) -> None:
+    inputs = leaves()
+    out = fa.attention(*inputs)
+    douts = torch.stack([torch.ones_like(out), torch.full_like(out, 2.0)])
+
+    def gradients(dout: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, inputs, dout, retain_graph=True)
+
+    batched = torch.func.vmap(gradients)(douts)
+    assert set(short_way) == {"operator"}
+    for number, dout in enumerate(douts):
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            for a, b in zip(batched, gradients(dout), strict=True):
+                torch.testing.assert_close(a[number], b)
+
+
+def test_second_derivatives_are_still_refused(short_way: list[str]) -> None:
+    inputs = leaves()
+    out = fa.attention(*inputs)
+    (dq,) = torch.autograd.grad(out, inputs[:1], torch.ones_like(out), create_graph=True)
+    assert short_way == ["kernel"]
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        dq.sum().backward()
+
+
+def test_errors_of_the_library_come_through(
+    short_way: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*args: Any, **options: Any) -> Any:
+        raise RuntimeError("launch of a row: an illegal memory access was encountered.")
+
+    inputs = leaves()
+    out = fa.attention(*inputs)
+    monkeypatch.setattr(_cuda, "kernel", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
 
 
 def unusual_backwards() -> dict[str, dict[str, Any]]:

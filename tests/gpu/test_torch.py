@@ -155,6 +155,25 @@ def test_gradient_through_the_torch_implementation() -> None:
         assert (a.double() - b).abs().max() < 0.03 * b.abs().max(), f"d{name}"
 
 
+def test_the_short_way_of_a_backward_equals_the_operator() -> None:
+    """Autograd calls the kernel itself; under a mode that watches it calls fa::backward."""
+    inputs = [t.requires_grad_() for t in dense()]
+    if fa.supports(*inputs, causal=True) is not True:
+        pytest.skip(f"no gradient here: {fa.supports(*inputs, causal=True)}")
+    out = fa.attention(*inputs, causal=True, deterministic=True)
+    dout = torch.randn_like(out)
+    short = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        operator = torch.autograd.grad(out, inputs, dout, retain_graph=True)
+    assert counter.get_total_flops() > 0
+    douts = torch.stack([dout, torch.zeros_like(dout)])
+    batched = torch.autograd.grad(out, inputs, douts, retain_graph=True, is_grads_batched=True)
+    for name, a, b, c in zip("qkv", short, operator, batched, strict=True):
+        assert_bitwise(f"d{name}", a, b)
+        assert_bitwise(f"d{name}, batched", c[0], b)
+        assert not c[1].any()
+
+
 # --- errors -------------------------------------------------------------------------------------
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
