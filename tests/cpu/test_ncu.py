@@ -157,8 +157,10 @@ def row(name: str, op: int = 1, dim: int = 128, dim_v: int = 128) -> Row:
 
 def test_rows_by_id_and_by_pattern() -> None:
     rows = [row("sm90_fwd_bf16_d64_band"), row("sm90_fwd_bf16_d64_band_m128"), row("sm80_fwd")]
-    ids = [[r.id for r in one_call.matching(p, rows)] for p in (rows[0].id, "*d64*", "m128", "x")]
-    assert ids == [[rows[0].id], [rows[0].id, rows[1].id], [rows[1].id], []]
+    patterns = rows[0].id, "*d64*", "m128", "x", "m128,sm80_fwd"
+    ids = [[r.id for r in one_call.matching(p, rows)] for p in patterns]
+    both = [rows[1].id, rows[2].id]
+    assert ids == [[rows[0].id], [rows[0].id, rows[1].id], [rows[1].id], [], both]
 
 
 def test_a_row_says_what_is_called() -> None:

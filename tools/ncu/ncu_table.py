@@ -258,7 +258,7 @@ def roofline(kernels: Sequence[Kernel], path: Path, peak: tuple[float, float]) -
 def helpers(options: argparse.Namespace) -> int | None:
     """The questions of profile.sh; None where none was asked."""
     if options.have_ncu:
-        ncu_reader.need_ncu()
+        print(ncu_reader.need_ncu())
         return 0
     if options.metrics:
         names = [m.name for m in ncu_reader.metric_set(options.metrics)]

@@ -5,7 +5,7 @@
     python3 tools/ncu/one_call.py ROW --shape 2x8192x16        # batch x length x heads
     python3 tools/ncu/one_call.py 'sm90_fwd_*_d128_none' --list
 
-The row says dtype, head dims, mask and direction; a pattern with * may name several.
+The row says dtype, head dims, mask and direction; a pattern with * or commas may name several.
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import torch
-
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import bench_cells
-import bench_impls
 import libfa
 
 RANGE = "fa_profile"
@@ -29,11 +26,13 @@ WARM_UP = 2
 
 
 def matching(pattern: str, rows: list[libfa.Row]) -> list[libfa.Row]:
-    """Rows whose id is `pattern`, matches it as a glob, or else contains it."""
-    exact = [row for row in rows if row.id == pattern]
-    return exact or [
-        row for row in rows if fnmatch.fnmatchcase(row.id, pattern) or pattern in row.id
-    ]
+    """Rows whose id is `pattern`, matches it as a glob, or else contains it; several by commas."""
+    found: dict[str, libfa.Row] = {}
+    for part in pattern.split(","):
+        exact = [row for row in rows if row.id == part]
+        like = [row for row in rows if fnmatch.fnmatchcase(row.id, part) or part in row.id]
+        found |= {row.id: row for row in exact or like}
+    return list(found.values())
 
 
 def parse_shape(text: str) -> tuple[int, int, int]:
@@ -64,7 +63,14 @@ def cell_of(row: libfa.Row, shape: tuple[int, int, int] | None, causal: bool) ->
 
 
 def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
-    """The call, warmed up and then in its range; a sentence where another row would serve it."""
+    """The call, warmed up and then in its range; a sentence where another row would serve it.
+
+    The range is also where CUDA's profiler is on, for an ncu that does not see NVTX.
+    """
+    import torch  # not for a mere list of rows
+
+    import bench_impls
+
     tensors = bench_impls.cell_tensors(cell, "cuda")
     impl = bench_impls.ours(cell, tensors, row.backend)
     if isinstance(impl, str):
@@ -79,10 +85,12 @@ def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
         for _ in range(WARM_UP):
             impl.call()
         torch.cuda.synchronize()
+        torch.cuda.profiler.start()
         torch.cuda.nvtx.range_push(RANGE)
         impl.call()
         torch.cuda.nvtx.range_pop()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        torch.cuda.profiler.stop()
     return None
 
 

@@ -6,11 +6,11 @@
 #   tools/ncu/profile.sh sm90_fwd_bf16_d128_none 2x8192x16
 #   tools/ncu/profile.sh 'sm90_bwd_bf16_*' -o build/ncu --causal
 #
-# ROW is an id of tools/variants.csv or a pattern with *; SHAPE is batch x length x heads (default 16384 tokens
-# of length 4096). Only the row's own kernel inside of the NVTX range of tools/ncu/one_call.py is profiled.
+# ROW is an id of tools/variants.csv, a pattern with *, or several by commas; SHAPE is batch x length x heads
+# (default 16384 tokens of length 4096). Only the row's own kernel inside of the NVTX range of tools/ncu/one_call.py is profiled.
 # FOLDER (default build/ncu) gets ROW.ncu-rep, ROW.json (shape and FLOPs), ROW.md (the table).
 # FA_NCU_SET: full (default: everything, with sources if built with -DFA_LINEINFO=ON), light (the sections that fit
-# into a minute), metrics (only tools/ncu/metrics_*.csv, a few seconds).
+# into a minute), metrics (only tools/ncu/metrics_*.csv, a few seconds). FA_NCU_NVTX=off: the range by CUDA's profiler.
 set -uo pipefail
 cd "$(dirname "$0")/../.." || exit 1
 python=${PYTHON:-python3}
@@ -56,24 +56,26 @@ case ${FA_NCU_SET:=full} in
     exit 2
     ;;
 esac
+range=(--nvtx --nvtx-include "fa_profile/")
+[ "${FA_NCU_NVTX:-on}" = off ] && range=(--profile-from-start off)
 "$python" tools/machine.py require ncu/profile.sh || exit 2
-"$python" tools/ncu/ncu_table.py --have-ncu || exit 2
+ncu=$("$python" tools/ncu/ncu_table.py --have-ncu) || exit 2
 rows=$("$python" tools/ncu/one_call.py "$pattern" --list) || exit 2
 mkdir -p "$folder"
+declare -A known # metrics by family
 worst=0
 for row in $rows; do
-  metrics=$("$python" tools/ncu/ncu_table.py --metrics "${row:0:4}") || exit 2
+  family=${row:0:4}
+  [ -n "${known[$family]:-}" ] || known[$family]=$("$python" tools/ncu/ncu_table.py --metrics "$family") || exit 2
   report=$folder/$row.ncu-rep
   rm -f "$report"
   echo "=== $row"
-  log=$(ncu --clock-control none --nvtx --nvtx-include "fa_profile/" --kernel-name-base demangled -k "regex:$row" \
-    "${sections[@]}" --metrics "$metrics" -f -o "$report" \
+  log=$("$ncu" --clock-control none "${range[@]}" --kernel-name-base demangled -k "regex:$row" \
+    "${sections[@]}" --metrics "${known[$family]}" -f -o "$report" \
     "$python" tools/ncu/one_call.py "$row" --note "$folder/$row.json" "${call[@]}" 2>&1)
-  status=$?
   if [ ! -f "$report" ]; then
     printf '%s\n' "$log" | "$python" tools/ncu/ncu_table.py --why "$row"
     worst=2
-    [ $status != 0 ] || status=2
     continue
   fi
   "$python" tools/ncu/ncu_table.py "$report" | tee "$folder/$row.md" || worst=1
