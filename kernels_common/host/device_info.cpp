@@ -16,7 +16,6 @@ namespace fa {
 namespace {
 
 constexpr int kHopperSmem = 200 * 1024;  // no 8.x GPU gives one block that much
-constexpr int kReservedSmem = 1024;      // what the system takes of a multiprocessor per block
 constexpr int64_t kMiB = 1024 * 1024;
 
 // What a GPU of that family has, as far as the caller did not say.

@@ -9,6 +9,8 @@
 
 namespace fa {
 
+inline constexpr int kReservedSmem = 1024;  // what the system takes of a multiprocessor per block
+
 struct DeviceInfo {
   int capability;  // 10 * major + minor: 80, 86, 89, 90, 100, ...
   int sm_count;

@@ -18,15 +18,11 @@
 namespace fa {
 namespace {
 
-constexpr int64_t kSectionBytes = 24 << 20;
-
-// Key heads whose K and V stay in L2 together. At most half of the cache: Q, O and the next section
-// pass through.
+// Key heads whose K and V stay in L2 together.
 int64_t cached_key_heads(const Problem& p, const DeviceInfo& device) {
-  const int64_t budget = std::min(kSectionBytes, std::max<int64_t>(device.l2_bytes / 2, 1 << 20));
   const int64_t keys = std::max<int64_t>(1, p.packed_k() ? p.seq.total_k : p.seq.seqlen_k);
   const int element = p.kv_dtype == DType::kE4m3 ? 1 : 2;
-  return std::max<int64_t>(1, budget / (keys * (p.dim_qk + p.dim_v) * element));
+  return std::max<int64_t>(1, section_bytes(device) / (keys * (p.dim_qk + p.dim_v) * element));
 }
 
 // Query heads walked together while every row tile of them is worked on; whole groups, which share
@@ -83,6 +79,10 @@ bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
 }
 
 }  // namespace
+
+int64_t section_bytes(const DeviceInfo& device) {
+  return std::clamp<int64_t>(device.l2_bytes / 2, 1 << 20, 24 << 20);
+}
 
 // 0 · inf would be NaN where a tiny cap meets a product of 0.
 ScoreArgs score_args(const Problem& p) {

@@ -37,6 +37,10 @@ std::string describe(const Plan& plan, const Problem& problem, const DeviceInfo&
 LaunchArgs bind(const Plan& plan, const Problem& problem, void* workspace);
 LaunchArgs bind_backward(const Plan& plan, const Problem& problem, void* workspace);
 
+// What heads that are walked together may keep in L2: half of it, for the rest of their tensors and
+// the next section pass through.
+int64_t section_bytes(const DeviceInfo& device);
+
 // Score options in the form of score.h, and what the softmax multiplies its scores by.
 ScoreArgs score_args(const Problem& problem);
 float softmax_factor(const Problem& problem);

@@ -14,16 +14,14 @@ namespace fa {
 namespace {
 
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
-constexpr int64_t kSectionBytes = 24 << 20;
 
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
 // passes over them.
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int heads) {
-  const int64_t budget = std::min(kSectionBytes, std::max<int64_t>(device.l2_bytes / 2, 1 << 20));
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
   const int64_t bytes =
       rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + 4 * row.config.head_dim_qk);
-  return static_cast<int>(std::clamp<int64_t>(budget / bytes, 1, heads));
+  return static_cast<int>(std::clamp<int64_t>(section_bytes(device) / bytes, 1, heads));
 }
 
 // Hands out the workspace in multiples of 256 bytes.

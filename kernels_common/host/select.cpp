@@ -10,11 +10,10 @@
 #include "kernels_common/device/tile_scheduler.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/refusal.h"
+#include "kernels_common/host/tensor_map.h"
 
 namespace fa {
 namespace {
-
-constexpr int64_t kTensorMapStrideLimit = int64_t{1} << 40;  // bytes
 
 bool fits_tensor_map(const TensorArg& t, int element_bytes) {
   const int64_t largest = std::max({t.stride_batch, t.stride_row, t.stride_head});
@@ -137,9 +136,8 @@ int64_t key_tiles(const KernelEntry& entry, const Problem& p) {
 
 int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {
   if (entry.config.arch == 90) return 1;  // its register budget fills the multiprocessor
-  constexpr int kReserved = 1024;         // shared memory the system takes per block
   constexpr int kRegisters = 65536, kMostPerThread = 256;
-  const int by_smem = device.smem_per_sm / (entry.smem_bytes + kReserved);
+  const int by_smem = device.smem_per_sm / (entry.smem_bytes + kReservedSmem);
   const int by_threads = device.threads_per_sm / entry.threads;
   const int by_registers = kRegisters / (kMostPerThread * entry.threads);
   return std::max(1, std::min({by_smem, by_threads, by_registers}));

@@ -18,7 +18,6 @@
 namespace fa {
 namespace {
 
-constexpr int64_t kStrideLimit = int64_t{1} << 40;  // bytes
 constexpr int64_t kExtentLimit = int64_t{1} << 32;  // elements
 constexpr const char* kDimNames[] = {"dim", "row", "head", "batch"};
 
@@ -48,7 +47,8 @@ fa_status check(const TensorMapSpec& spec) {
                   spec.name, kDimNames[i], spec.extent[i]);
   for (int i = 0; i < 3; ++i) {
     const int64_t stride = spec.stride_bytes[i];
-    if (spec.extent[i + 1] > 1 && (stride < 0 || stride % 16 != 0 || stride >= kStrideLimit))
+    if (spec.extent[i + 1] > 1 &&
+        (stride < 0 || stride % 16 != 0 || stride >= kTensorMapStrideLimit))
       return fail(FA_ERROR_INVALID,
                   "%s: the %s stride is %" PRId64
                   " bytes, a tensor map takes multiples of 16 from 0 to below 2^40. Pass a "

@@ -10,6 +10,8 @@
 
 namespace fa {
 
+inline constexpr int64_t kTensorMapStrideLimit = int64_t{1} << 40;  // bytes; a stride is below it
+
 // Dimension order of every map: (dim, row, head, batch), dim innermost. Extents in elements,
 // strides in bytes.
 struct TensorMapSpec {
