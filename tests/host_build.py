@@ -12,6 +12,8 @@ import subprocess
 import uuid
 from pathlib import Path
 
+import gen_variants
+
 ROOT = Path(__file__).resolve().parents[1]
 
 _REGISTRY = """
@@ -26,10 +28,14 @@ def compiler() -> str | None:
     return shutil.which("g++")
 
 
-def build(folder: Path, table: str = "test::kTable", shim: bool = True) -> Path:
-    """libfa.so (and libfa_torch.so) in `folder`; `table` is a C++ expression of the rows."""
+def build(
+    folder: Path, table: str = "test::kTable", shim: bool = True, declarations: str = ""
+) -> Path:
+    """libfa.so (and libfa_torch.so) in `folder`; `table` is a C++ expression of the rows, which may
+    name what the C++ text `declarations` declares.
+    """
     registry = folder / "registry.cpp"
-    registry.write_text(_REGISTRY % table)
+    registry.write_text("#include <array>\n#include <utility>\n" + declarations + _REGISTRY % table)
     sources = [str(p) for d in ("api", "host") for p in (ROOT / "kernels_common" / d).glob("*.cpp")]
     common = [str(compiler()), "-O1", "-fPIC", "-shared", f"-I{ROOT}", "-Wl,-z,now"]
     library = folder / "libfa.so"
@@ -40,6 +46,46 @@ def build(folder: Path, table: str = "test::kTable", shim: bool = True) -> Path:
     if shim:
         build_shim(folder)
     return library
+
+
+def shipped_rows() -> str:
+    """Declarations of `fa::rows::kShipped`: the rows of tools/variants.csv, without their kernels.
+
+    Shared memory is what the operands need; the kernels take about a kilobyte more.
+    """
+    rows = gen_variants.in_profile(gen_variants.parse(gen_variants.TABLE.read_text()), "full")
+    structs, entries = [], []
+    for row in rows:
+        text = gen_variants.unit_text(row)
+        structs.append(text[text.index("struct ") : text.index("};\n\nextern") + 3])
+        entries.append(
+            f'{{"{row.id}", {row.id}::kConfig, {row.id}::kConfig.warps * 32, {_operands(row)}, '
+            "nullptr, nullptr}"
+        )
+    text = (
+        "\n".join(structs) + f"inline constexpr KernelEntry kEntries[] = {{{','.join(entries)}}};"
+    )
+    return f"""
+#include "kernels_common/host/registry.h"
+namespace fa::rows {{
+{text}
+template <size_t... I>
+constexpr auto pointers(std::index_sequence<I...>) {{
+  return std::array<const KernelEntry*, sizeof...(I)>{{&kEntries[I]...}};
+}}
+inline constexpr auto kShipped = pointers(std::make_index_sequence<{len(rows)}>());
+}}  // namespace fa::rows
+"""
+
+
+def _operands(row: gen_variants.Row) -> int:
+    """Bytes of shared memory of the operands of 16-bit rows; Hopper rows run on Hopper anyway."""
+    m, n, stages, widest = (int(x) for x in (row.tile_m, row.tile_n, row.stages, row.d_qk))
+    if row.arch == "90":
+        return 220 * 1024
+    if row.op == "fwd":
+        return 2 * (m * widest + stages * n * (widest + int(row.d_v)))
+    return 2 * (2 * n * widest + 2 * stages * m * widest + 2 * n * max(m, 64))
 
 
 def build_shim(folder: Path) -> Path:

@@ -20,16 +20,22 @@ FENCE = re.compile(r"^ {0,8}(`{3,}|~{3,})")
 OUTSIDE = re.compile(r"^[a-z][a-z0-9+.-]*:", re.I)  # https:, mailto:
 
 
-def markdown_files() -> list[Path]:
-    """Every committed Markdown file."""
+def committed(*patterns: str) -> list[Path]:
+    """Every file of these patterns that is committed, or would be."""
     done = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *patterns],
         cwd=ROOT,
         capture_output=True,
         text=True,
         check=True,
     )
-    return sorted(ROOT / name for name in done.stdout.split("\0") if name)
+    names = (ROOT / name for name in done.stdout.split("\0") if name)
+    return sorted(path for path in names if path.is_file())
+
+
+def markdown_files() -> list[Path]:
+    """Every committed Markdown file."""
+    return committed("*.md")
 
 
 def lines_with_code(text: str) -> Iterator[tuple[int, str, bool]]:

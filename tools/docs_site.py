@@ -41,7 +41,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         *("docs/schedules/hopper_backward.md", "docs/schedules/ampere_forward.md"),
         "docs/schedules/ampere_backward.md",
     ),
-    "Measured": ("docs/performance.md",),
+    "Measured": ("docs/performance.md", "docs/measuring.md"),
     "Changing it": ("CONTRIBUTING.md", "docs/adding.md", "CHANGELOG.md", "THIRD_PARTY.md"),
 }
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cpp", ".sh": "bash", ".c": "c"}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Is this call one that api.md allows, and if not, which sentence says what to do?
+# Is this call one that the operators allow, and if not, which sentence says what to do?
 """Checks of arguments, in full sentences, before anything runs or is written.
 
 Every function returns nothing or raises: TypeError for a wrong Python type, ValueError for a wrong

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Is this append or rotation one that api.md allows, and if not, which sentence says what to do?
+# Is this append or rotation one that the operators allow, and if not, which sentence says so?
 """Checks of `fa::append_kv` and `fa::apply_rotary`; see _validate.py for the rules.
 
 Functions that end in `_contents` read what stands in tensors: for the torch implementation only.

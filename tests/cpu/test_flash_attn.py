@@ -155,7 +155,7 @@ def test_stacked_tensors() -> None:
         fa2.flash_attn_kvpacked_func(q, qkv)
 
 
-# ---- what differs, as api.md says ---------------------------------------------------------------
+# ---- what differs, as the docstrings of fa.flash_attn say ---------------------------------------
 
 
 def shift_of(slopes: Tensor, q_len: int, k_len: int) -> Tensor:
