@@ -296,7 +296,7 @@ FAMILIES = {
     "ampere_forward": (ampere_forward, "80", "fwd", ("bf16", "fp16")),
     "ampere_backward": (ampere_backward, "80", "bwd", ("bf16", "fp16")),
 }
-OTHERS = ("dq_turns", "stages_do", "swap_sdp", "dq", "ds")  # the same in every row of a family
+OTHERS = ("dq_turns", "dq")  # the same in every row of a family
 
 
 def rows_table(arch: str, op: str, dtypes: tuple[str, ...]) -> str:

@@ -14,13 +14,6 @@ namespace fa {
 //   FA_DEVICE static void load(const float* tile, int row, int col, float (&to)[8]);
 // for the eight columns from `col`, a multiple of 8. A warp of convert reads 16 rows, 16 columns.
 
-// Rows one after the other: what coalesced atomics want.
-template <int kDim>
-struct RowOrder {
-  static constexpr int kRun = 4;
-  FA_HOST_DEVICE static constexpr int offset(int row, int col) { return row * kDim + col; }
-};
-
 // As the accumulators of products of 64 rows hold it: four values lie together that belong to one
 // thread, 512 to one warpgroup; columns (c, c + 1) of row r, then of row r + 8. What vector reduces
 // out of registers want.

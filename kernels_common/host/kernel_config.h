@@ -38,7 +38,8 @@ struct KernelConfig {
   Turns turns = Turns::kNone;
   Rescale rescale = Rescale::kAlways;
   int q_slots = 1;  // Q buffers
-  int o_buf = 0;  // 1: O has a buffer of its own, 0: it reuses Q's (sm90) or none is needed (sm80)
+  // How O leaves on Hopper: 0 through Q's buffer, 1 through one of its own, 2 from registers.
+  int o_buf = 0;
   int dropout = 0;    // 1: drops weights when the call asks for it
   int stages_ds = 1;  // backward: slots of dS
   DqAdd dq = DqAdd::kAtomic;
