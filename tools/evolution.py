@@ -265,12 +265,10 @@ class Evolution:
             known = counting.counted(group, row.get("row"))
             known |= generations.formulas(one, job["impl"], row.get("row"))
             self.add("bytes", one, job["impl"], row=row.get("row"), **known)
-            print(
-                f"{generations.name_of(one)}: {job['impl']}: DRAM "
-                f"{(known['dram_read'] + known['dram_written']) / 1e6:.0f} MB, L2 → SM "
-                f"{known['l2_read'] / 1e6:.0f} MB, {len(group)} kernels",
-                flush=True,
-            )
+            sizes = {n: known[n] for n in ("dram_read", "dram_written", "l2_read", "model_dram")}
+            sizes["model_l2_read"] = known["model_l2_read"]
+            text = ", ".join(f"{n} {v / 1e6:.0f} MB" for n, v in sizes.items() if v is not None)
+            print(f"{generations.name_of(one)}: {job['impl']}: {text}, {len(group)} kernels")
 
 
 def main(arguments: list[str] | None = None) -> int:

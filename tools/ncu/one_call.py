@@ -103,7 +103,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the ids that match, run nothing")
     parser.add_argument("--note", type=Path, help="write row, shape and FLOPs to this JSON file")
     options = parser.parse_args(arguments)
-    rows = libfa.Library().rows()
+    try:
+        rows = libfa.Library().rows()
+    except OSError as error:
+        print(f"one_call.py: {error}", file=sys.stderr)
+        return 2
     found = matching(options.row, rows)
     if not found:
         print(
