@@ -34,6 +34,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         *(f"api/{name}.md" for name in ("index", "attention", "operators", "introspection")),
         *(f"api/{name}.md" for name in ("quantize", "reference", "flash_attn")),
         *("api/flash_attn_interface.md", "api/integrations.md", "docs/abi.md"),
+        "docs/environment.md",
     ),
     "How it works": ("docs/architecture.md", "docs/numerics.md"),
     "Schedules": (

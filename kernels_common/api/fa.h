@@ -113,7 +113,8 @@ typedef struct {
   int32_t sm_count, smem_limit; /* 0: the device's */
 } fa_options;
 
-/* Optional, the caller's: zero before first use, left zero by every call; one per stream. */
+/* Optional, the caller's: zero before first use, left zero by every call; one per stream. Nothing
+ * of this version uses it. */
 typedef struct {
   void* data;
   size_t bytes;
@@ -146,7 +147,7 @@ typedef struct fa_combine_params {
   int64_t lse_stride_part;
 } fa_combine_params;
 
-/* New keys and values written into a cache. */
+/* New keys and values written into a cache: declared, answered by FA_ERROR_UNSUPPORTED. */
 typedef struct fa_append_kv_params {
   uint32_t struct_size, abi_version;
   fa_tensor k_new, v_new, k_cache, v_cache;

@@ -135,7 +135,7 @@ def test_functions_of_the_c_interface_that_pages_speak_of_exist() -> None:
     sources = "\n".join(p.read_text() for p in ROOT.glob("kernels_*/**/*.h"))
     names = spoken(r"(?<![\w.])((?:fa|FA)_[a-zA-Z0-9_]+\b)(?!\.so)")
     assert len(names) > 30
-    known = header + sources + all_text("python", "tools", "CMakeLists.txt", "CMakePresets.json")
+    known = header + sources + all_text("python", "tests", "tools", "CMakeLists.txt")
     gone = [f"{at}: {n}" for at, n in names if not re.search(rf"\b{n}\b", known)]
     assert not gone
 
@@ -144,6 +144,20 @@ def all_text(*places: str) -> str:
     files = [p for place in places for p in [ROOT / place, *(ROOT / place).rglob("*")]]
     kinds = {".py", ".sh", ".txt", ".json", ".cpp", ".h", ".cmake"}
     return "\n".join(p.read_text("utf-8") for p in files if p.is_file() and p.suffix in kinds)
+
+
+def test_every_environment_variable_is_explained() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text("utf-8")
+    explained = set(re.findall(r"`(FA_[A-Z0-9_]+)`", page))
+    used: set[str] = set()
+    for path in docs_links.committed("*.py", "*.sh", "*.cpp", "CMakeLists.txt"):
+        text = path.read_text("utf-8")
+        used |= set(re.findall(r"(?:environ(?:\.get)?[\[(]|getenv\()\"(FA_[A-Z0-9_]+)", text))
+        if path.suffix == ".sh":
+            used |= set(re.findall(r"\$\{(FA_[A-Z0-9_]+):", text))
+        for names in re.findall(r"^foreach\(name ([A-Z_ ]+)\)\n.*ENV\{FA_\$", text, re.M):
+            used |= {f"FA_{name}" for name in names.split()}
+    assert used == explained, f"not explained or not used: {sorted(used ^ explained)}"
 
 
 def test_rows_that_pages_name_are_in_the_table() -> None:
@@ -156,6 +170,7 @@ def test_rows_that_pages_name_are_in_the_table() -> None:
 
 # Names of other libraries, and what was tried and is not in the tree.
 ELSEWHERE = {"sm_scale", "logits_soft_cap", "qo_indptr", "kv_indptr", "EVICT_NORMAL"}
+OPCODE = re.compile(r"[A-Z]{3,}[0-9]*")  # of a machine instruction
 
 
 def test_identifiers_that_pages_name_are_in_the_code() -> None:
@@ -175,7 +190,8 @@ def test_identifiers_that_pages_name_are_in_the_code() -> None:
             for span in [] if code else re.findall(r"`([^`]+)`", line):
                 alone = re.fullmatch(r"[\w.:]+(?:=[\w.]+)?(?:\([^)]*\))?", span)
                 for word in re.findall(r"[A-Za-z_]\w{2,}", span) if alone else []:
-                    if word not in words and word not in tags and not word.endswith("_"):
+                    known = word in words or word in tags or OPCODE.fullmatch(word)
+                    if not known and not word.endswith("_"):
                         gone.append(f"{page.name}: `{span}`: {word}")
     assert not gone
 
