@@ -262,7 +262,7 @@ class Evolution:
             if not group:
                 self.notes.append(f"{one.name}: {job['impl']}: {row.get('note', 'not launched')}")
                 continue
-            known = counting.counted(group, row.get("row"))
+            known = counting.counted(group)
             known |= generations.formulas(one, job["impl"], row.get("row"))
             self.add("bytes", one, job["impl"], row=row.get("row"), **known)
             sizes = {n: known[n] for n in ("dram_read", "dram_written", "l2_read", "model_dram")}

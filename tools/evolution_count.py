@@ -90,26 +90,37 @@ def grouped(launches: Iterable[ncu_reader.Launch]) -> list[list[ncu_reader.Launc
     return groups
 
 
-def counted(group: list[ncu_reader.Launch], row: str | None) -> dict[str, Any]:
-    """Sums over a call's kernels.
+def read_from_l2(launch: ncu_reader.Launch) -> tuple[float | None, str]:
+    """Bytes that a kernel's multiprocessors read from the L2, and the metric that says so.
 
-    Bytes read from the L2 are those of TMA in kernels of Hopper rows, whose loads of K, V and Q go
-    that way, and the sectors of the L1's reads elsewhere.
+    What TMA brought in a kernel that uses it (K, V and Q of our Hopper rows come that way), else
+    the sectors that the L1 asked for.
     """
+    by_tma = launch.metrics.get(TMA)
+    if by_tma:
+        return by_tma, TMA
+    found = launch.metrics.get(L2[0])
+    return (None if found is None else found * ncu_reader.SECTOR_BYTES), L2[0]
 
-    def total(name: str, factor: int = 1) -> float | None:
-        values = [launch.metrics.get(name) for launch in group]
-        return None if None in values else factor * sum(v for v in values if v is not None)
 
-    sectors = ncu_reader.SECTOR_BYTES
-    by_tma = bool(row) and row is not None and row.startswith("sm90") and bool(total(TMA))
-    name = TMA if by_tma else L2[0]
+def counted(group: list[ncu_reader.Launch]) -> dict[str, Any]:
+    """Sums over a call's kernels; None where a kernel lacks the metric."""
+
+    def total(values: Iterable[float | None]) -> float | None:
+        known = list(values)
+        return None if None in known else sum(v for v in known if v is not None)
+
+    def of(name: str) -> float | None:
+        return total(launch.metrics.get(name) for launch in group)
+
+    reads = [read_from_l2(launch) for launch in group]
+    written = of(L2[1])
     return {
-        "dram_read": total(DRAM[0]),
-        "dram_written": total(DRAM[1]),
-        "l2_read": total(name, 1 if by_tma else sectors),
-        "l2_read_by": name,
-        "l2_written": total(L2[1], sectors),
+        "dram_read": of(DRAM[0]),
+        "dram_written": of(DRAM[1]),
+        "l2_read": total(size for size, _ in reads),
+        "l2_read_by": " + ".join(sorted({name for _, name in reads})),
+        "l2_written": None if written is None else written * ncu_reader.SECTOR_BYTES,
         "kernels": [
             {"name": launch.label, **{m: launch.metrics.get(m) for m in METRICS}}
             for launch in group

@@ -215,21 +215,22 @@ def test_kernels_are_grouped_by_the_separator() -> None:
 
 def test_bytes_of_a_call_are_summed_over_its_kernels() -> None:
     names = fixture.GEMM, fixture.GEMM
-    known = counting.counted(launches(*names), None)
+    known = counting.counted(launches(*names))
     assert known["dram_read"] == 2 * 200e6 and known["dram_written"] == 2 * 50e6
     assert known["l2_read"] == 2 * 31.25e6 * 32 and known["l2_read_by"] == counting.L2[0]
     assert known["l2_written"] is None  # not in the page: unknown, not 0
     assert len(known["kernels"]) == 2
 
 
-def test_hopper_rows_count_what_tma_brought() -> None:
-    text = fixture.page([(fixture.FORWARD, {counting.TMA: "900,000,000"})])
-    group = ncu_reader.read_csv(text)
-    known = counting.counted(group, "sm90_fwd_bf16_d128_none")
-    assert (known["l2_read"], known["l2_read_by"]) == (900e6, counting.TMA)
-    assert counting.counted(group, "sm80_fwd_bf16_d128_band")["l2_read"] == 1e9
-    unknown = counting.counted(launches(fixture.FORWARD), "sm90_fwd_bf16_d128_none")
-    assert unknown["l2_read_by"] == counting.L2[0]
+def test_a_kernel_with_tma_counts_what_tma_brought() -> None:
+    text = fixture.page(
+        [(fixture.FORWARD, {counting.TMA: "900,000,000"}), (fixture.PREPARE, {counting.TMA: "0"})]
+    )
+    known = counting.counted(ncu_reader.read_csv(text))
+    assert known["l2_read"] == 900e6 + 31.25e6 * 32  # each kernel by its own way
+    assert known["l2_read_by"] == f"{counting.TMA} + {counting.L2[0]}"
+    without = counting.counted(launches(fixture.FORWARD))
+    assert without["l2_read_by"] == counting.L2[0]
 
 
 def test_jobs_cover_both_directions_and_masks() -> None:
