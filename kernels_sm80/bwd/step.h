@@ -104,71 +104,11 @@ class BwdStep {
   }
 
   // dQ of the block whose dS lies in slot `ds`, added to the sums of workspace tile `tile`.
-  FA_DEVICE void add_dq(int ds, int tile) {
-    constexpr int kSteps = T::kTileN / 16, kTotal = kSteps * T::kDqBlocks;
-    Accumulator<T::kDqSlabs, T::kDqBlocks * 16> dq;
-    cute::clear(dq);
-    const int thread = thread_index(), lane = thread % 32, warp = thread / 32;
-    const int warp_m = warp / T::kDqWarpsN, warp_n = warp % T::kDqWarpsN;
-    // dS lies transposed: 16 keys x 16 query rows, and each 8 x 8 matrix is turned on its way.
-    const uint32_t rows =
-        smem_ + uint32_t(offsetof(Smem, ds)) + ds * kDsBytes +
-        Keys::offset(lane / 16 * 8 + lane % 8, warp_m * T::kDqSlabs * 2 + lane / 8 % 2);
-    const uint32_t keys = smem_ + uint32_t(offsetof(Smem, k)) +
-                          (lane_offset_rows<T::kTileN>(lane) ^ uint32_t(warp_n * 32));
-    uint32_t a[2][T::kDqSlabs][4], b[2][4];
-    auto load_a = [&](int j) {
-      CUTE_UNROLL
-      for (int s = 0; s < T::kDqSlabs; ++s)
-        load_matrix_transposed((rows ^ uint32_t(s * 32)) + j * 16 * 128, a[j % 2][s]);
-    };
-    auto load_b = [&](int t) {
-      load_matrix_transposed(
-          Keys::step_columns(keys, t % T::kDqBlocks * T::kDqWarpsN) + t / T::kDqBlocks * 16 * 128,
-          b[t % 2]);
-    };
-    load_a(0);
-    load_b(0);
-    CUTE_UNROLL
-    for (int t = 0; t < kTotal; ++t) {
-      const int j = t / T::kDqBlocks, i = t % T::kDqBlocks;
-      if (t + 1 < kTotal) load_b(t + 1);
-      if (i == 0 && j + 1 < kSteps) load_a(j + 1);
-      CUTE_UNROLL
-      for (int s = 0; s < T::kDqSlabs; ++s)
-        multiply_pair<T::kType>(dq, s, i, a[j % 2][s], b[t % 2]);
-    }
-
-    using Order = DqOrder<T::kDim>;
-    float* to = args_.work.dq_sum + int64_t(tile) * (T::kTileM * T::kDim) +
-                Order::block(warp_m * T::kDqSlabs, warp_n * 2) + lane;
-    int32_t* turn = args_.work.turns;
-    if (turn != nullptr) {
-      turn += int64_t(tile) * T::kConfig.dq_turns + warp;
-      wait_for_turn(turn, tiles_before(tile), lane);
-    }
-    CUTE_UNROLL
-    for (int s = 0; s < T::kDqSlabs; ++s) {
-      CUTE_UNROLL
-      for (int c = 0; c < 2 * T::kDqBlocks; ++c) {
-        CUTE_UNROLL
-        for (int r = 0; r < 4; ++r)
-          add_to_global(to + Order::block(s, c / 2 * T::kDqWarpsN * 2 + c % 2) + r * 32,
-                        dq(cute::make_coord(r % 2, r / 2), s, c));
-      }
-    }
-    if (turn != nullptr) pass_turn(turn, lane);
-  }
+  FA_DEVICE void add_dq(int ds, int tile) { DqWriter<Row>(args_, state_, smem_).add(ds, tile); }
 
   Accumulator<T::kSlabs, T::kDim> sum;  // dV or dK, ((2, 2), slab, n8 tile)
 
  private:
-  // How many key tiles add to a dQ tile before this one.
-  FA_DEVICE int tiles_before(int tile) const {
-    const int m = (tile - state_.tile) % args_.rows.tiles_m;
-    return key_tiles_before(state_.band, state_.info, m, T::kTileM, T::kTileN);
-  }
-
   // scores_ = K·Qᵀ or V·dOᵀ
   FA_DEVICE void product_of_rows(int slot) {
     constexpr int kSteps = T::kDim / 16, kTiles = T::kTileM / 16, kTotal = kSteps * kTiles;
