@@ -14,6 +14,8 @@ import re
 import textwrap
 from pathlib import Path
 
+import docs_links
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "python" / "fa"
 OPERATORS = "_schemas"
@@ -280,6 +282,18 @@ def pages() -> dict[str, str]:
     index += ["* [Operators](operators.md): `torch.ops.fa.*`"]
     index += ["", "The C interface: [abi](/docs/abi.md)."]
     found["index.md"] = "\n".join(index) + "\n"
+    return found
+
+
+def places() -> dict[str, str]:
+    """Public name -> page and heading: fa.attention -> api/attention.md#faattention."""
+    found: dict[str, str] = {}
+    for page, text in pages().items():
+        for heading in re.findall(r"^#{2,3} ((?:fa\.|fa::)\w[\w.]*)$", text, re.M):
+            place = f"api/{page}#{docs_links.slug(heading)}"
+            found.setdefault(heading, place)
+            if heading.startswith("fa::"):
+                found[f"torch.ops.fa.{heading[4:]}"] = place
     return found
 
 

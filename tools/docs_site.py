@@ -71,6 +71,7 @@ class Stage:
         self.folder = folder
         self.pages = {ROOT / path: site_name(path) for path in repository_pages()}
         self.code: dict[Path, str] = {}
+        self.interface = docs_api.places()  # public name -> page and heading
         self.problems: list[str] = []
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -82,10 +83,23 @@ class Stage:
     def page(self, source: Path, name: str, text: str) -> None:
         """`source`: the file that relative links of the text start from."""
         text = "\n".join(
-            line if code else _outside_code(line, lambda m: self._link(m, source, name))
+            line if code else self._linked(line, source, name)
             for _, line, code in lines_with_code(text)
         )
         self.write(name, with_list_indents(text) + "\n")
+
+    def _linked(self, line: str, source: Path, name: str) -> str:
+        """Links where they lead on the site; public names in backticks become links as well."""
+        if line.startswith("#"):
+            return line
+        parts = re.split(r"(`[^`]*`)(?![^\[]*\]\()", line)
+        for i, part in enumerate(parts):
+            page = self.interface.get(part.strip("`").partition("(")[0]) if i % 2 else None
+            if page is not None and not page.startswith(f"{name}#"):
+                parts[i] = f"[{part}]({os.path.relpath(page, os.path.dirname(name) or '.')})"
+            elif i % 2 == 0:
+                parts[i] = LINK.sub(lambda m: self._link(m, source, name), part)
+        return "".join(parts)
 
     def _link(self, match: re.Match[str], source: Path, name: str) -> str:
         before, target, after = match.groups()
@@ -120,11 +134,6 @@ class Stage:
             text = path.read_text(encoding="utf-8")
             title = path.relative_to(ROOT).as_posix()
             self.write(name, f"# {title}\n\n{fence} {{ .{language} }}\n{text}\n{fence}\n")
-
-
-def _outside_code(line: str, replace: Any) -> str:
-    parts = re.split(r"(`[^`]*`)(?![^\[]*\]\()", line)
-    return "".join(p if p.startswith("`") else LINK.sub(replace, p) for p in parts)
 
 
 def with_list_indents(text: str) -> str:
