@@ -127,7 +127,7 @@ class Evolution:
         self.lines.append(evolution_lines.line(**fields, kind=kind, impl=impl))
 
     def save(self) -> None:
-        """After each part, for a run that is cut short."""
+        """Writes the lines so far, if a file was named."""
         if self.options.json:
             evolution_lines.write(self.options.json, self.lines)
 
@@ -144,6 +144,7 @@ class Evolution:
                 texts = ["out of memory"]
             if self.cuda:
                 torch.cuda.empty_cache()
+            self.save()  # a run that is cut short has its cells
             spent = time.perf_counter() - start
             print(f"{generations.name_of(one)}: {'; '.join(texts)} ({spent:.1f} s)", flush=True)
 
