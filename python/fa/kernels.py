@@ -34,16 +34,16 @@ def kernels() -> list[dict[str, Any]]:
     """Every kernel row of this build, in the order of the table.
 
     Returns:
-        A dict for each: id, op, arch, dtype, dim_qk, dim_v, mask, kv, tile_m (query rows), tile_n
-        (keys), stages, threads, smem_bytes; registers and local_bytes per thread (-1 without a
-        GPU).
+        A dict for each: id, op ("forward", "backward"), arch (80, 90), dtype ("bf16", ...), dim_qk,
+        dim_v, mask ("none", "band"), kv (what loads keys), tile_m (query rows), tile_n (keys),
+        stages, threads, smem_bytes; registers and local_bytes per thread (-1 without a GPU).
 
     Raises:
         ImportError: libfa.so is missing; with the command that builds it.
 
     Example:
         >>> [row["id"] for row in fa.kernels() if row["arch"] == 90]  # doctest: +SKIP
-        ['sm90_fwd_bf16_d128_band', ...]
+        ['sm90_fwd_bf16_d128_band', 'sm90_fwd_bf16_d128_none', ...]
     """
     return _lib.kernels_list()
 
@@ -163,7 +163,8 @@ def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: 
         'backend cpu: torch operations on cpu, ...'
         >>> spec = (1, 4096, 16, 128), torch.bfloat16, "cuda"
         >>> print(fa.explain(spec, spec, spec, device="h200"))  # doctest: +SKIP
-        call       forward, bf16, ...
+        call       forward bf16, head dims 128 and 128; batch 1, seqlen 4096 x 4096, ...
+        row        sm90_fwd_bf16_d128_none ...
     """
     call = _Call(q, k, v, options)
     if device is not None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import doctest
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -173,6 +174,20 @@ def test_what_the_readme_says_refuses_does() -> None:
     # A Hopper GPU falls back for these.
     for options in ({"dropout_p": 0.5}, {"num_splits": 2}, {"grad": True, "dim": 256}):
         assert runs("sm90", forced=False, **options) and not runs("sm90", **options)
+
+
+@pytest.mark.usefixtures("shipped")
+@pytest.mark.parametrize("function", [fa.kernels, fa.explain], ids=lambda f: f.__name__)
+def test_examples_that_need_the_rows(function: Callable[..., Any]) -> None:
+    """Those that tests/cpu/test_docs.py leaves out, for there may be no library."""
+    text = (function.__doc__ or "").replace("# doctest: +SKIP", "")
+    test = doctest.DocTestParser().get_doctest(
+        text, {"fa": fa, "torch": torch}, function.__name__, None, 0
+    )
+    log: list[str] = []
+    flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
+    result = doctest.DocTestRunner(verbose=False, optionflags=flags).run(test, out=log.append)
+    assert result.failed == 0 and result.attempted > 0, "".join(log)
 
 
 # ---- how fast ------------------------------------------------------------------------------------
