@@ -26,12 +26,35 @@ SHOWN = ("HGMMA", "QGMMA", "UTMALDG", "HMMA", "LDGSTS", "STL", "LDL")
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)", re.M)
 
 
+def count(sass: str) -> Counter[str]:
+    """How often each opcode stands in a disassembly."""
+    return Counter(_OPCODE.findall(sass))
+
+
+def disassembler() -> list[str]:
+    """The begin of a cuobjdump command; ToolchainError where that or nvdisasm is missing."""
+    tools = [toolchain.find_cuda_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    if None in tools:
+        raise toolchain.ToolchainError(
+            "cuobjdump and nvdisasm are both needed; "
+            "`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`."
+        )
+    return [str(tools[0])]
+
+
+def environment() -> dict[str, str]:
+    """For cuobjdump, which looks for nvdisasm on PATH."""
+    tools = [toolchain.find_cuda_tool(name) for name in ("cuobjdump", "nvdisasm")]
+    folders = [str(Path(str(tool)).parent) for tool in tools]
+    return dict(os.environ, PATH=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
+
+
 def opcodes(sass: str) -> dict[str, Counter[str]]:
     """Opcode counts per target of one `cuobjdump -sass` text."""
     counts: dict[str, Counter[str]] = {}
     parts = re.split(r"^\s*arch = (sm_\w+)\s*$", sass, flags=re.M)
     for target, text in zip(parts[1::2], parts[2::2], strict=True):
-        found = Counter(_OPCODE.findall(text))
+        found = count(text)
         if found:
             counts.setdefault(target, Counter()).update(found)
     return counts
@@ -59,17 +82,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("build", type=Path, help="the build folder")
     build = parser.parse_args(argv).build
-    tools = [toolchain.find_cuda_tool(name) for name in ("cuobjdump", "nvdisasm")]
-    if None in tools:
-        print(
-            "check_sass: cuobjdump and nvdisasm are both needed; "
-            "`pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm`.",
-            file=sys.stderr,
-        )
+    try:
+        cuobjdump = disassembler()
+    except toolchain.ToolchainError as error:
+        print(f"check_sass: {error}", file=sys.stderr)
         return 2
-    # cuobjdump looks for nvdisasm on PATH.
-    folders = [str(Path(str(tool)).parent) for tool in tools]
-    environment = dict(os.environ, PATH=os.pathsep.join([*folders, os.environ.get("PATH", "")]))
     rows = json.loads((build / "generated" / "rows.json").read_text())
     found = []
     print(f"{'row':40} {'target':8}" + "".join(f"{name:>9}" for name in SHOWN))
@@ -78,8 +95,8 @@ def main(argv: list[str] | None = None) -> int:
         if len(objects) != 1:
             found.append(f"{row['id']}: {len(objects)} objects in {build}; build the row first.")
             continue
-        command = [str(tools[0]), "-sass", str(objects[0])]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+        command = [*cuobjdump, "-sass", str(objects[0])]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment())
         if done.returncode != 0:
             found.append(f"{row['id']}: cuobjdump failed: {done.stderr.strip()}")
             continue
