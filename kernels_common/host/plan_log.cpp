@@ -23,6 +23,23 @@ bool wanted() {
   return value;
 }
 
+// "call forward …; device …; row …": the lines of `describe` as one, so that it can be searched.
+std::string in_one_line(const std::string& lines) {
+  std::string text;
+  bool space = false;
+  for (char c : lines) {
+    if (c == '\n') {
+      text += "; ";
+      space = true;
+    } else if (c != ' ' || !space) {
+      text += c;
+      space = c == ' ';
+    }
+  }
+  while (!text.empty() && (text.back() == ' ' || text.back() == ';')) text.pop_back();
+  return text;
+}
+
 }  // namespace
 
 void log_plan(const Plan& plan, const Problem& problem, const DeviceInfo& device, Table table) {
@@ -32,10 +49,10 @@ void log_plan(const Plan& plan, const Problem& problem, const DeviceInfo& device
   static std::set<std::string> seen;
   constexpr size_t kLimit =
       1024;  // a long-running process with ragged shapes must not grow without bound
-  const std::string text = describe(plan, problem, device, table);
+  const std::string text = in_one_line(describe(plan, problem, device, table));
   const std::lock_guard lock(mutex);
   if (seen.size() < kLimit && seen.insert(text).second)
-    std::fprintf(stderr, "fa plan:\n%s", text.c_str());
+    std::fprintf(stderr, "fa plan: %s\n", text.c_str());
 }
 
 }  // namespace fa

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What ran? With FA_LOG=plan every distinct plan is printed once to stderr.
+// What ran? With FA_LOG=plan every distinct plan is printed once to stderr, in one line.
 #pragma once
 
 #include "kernels_common/host/plan.h"

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
 from fa import _backend, cpu
+from fa._ranges import ranged
 from fa._raw import raw, raw_backward, transformed
 
 # Options that are tensors and have no gradient.
@@ -130,6 +131,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @ranged("backward", dout=1)
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
         if dout is None and dlse is None:
             return (None,) * 7

@@ -19,6 +19,7 @@ from torch.compiler import is_compiling
 
 from fa import ops
 from fa._checks import tensor_types
+from fa._ranges import ranged
 from fa._raw import raw, unwatched
 from fa._validate_types import in_our_words
 
@@ -45,6 +46,7 @@ def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Ten
 class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
     """torch.ops.fa.forward with a short way for the common call, which the host time needs."""
 
+    @ranged("forward", q=1, k=2)
     def __call__(
         self, q: Any = _ABSENT, k: Any = _ABSENT, v: Any = _ABSENT, /, *args: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
@@ -133,6 +135,7 @@ def _second_try(
     raise _typed(error) from None
 
 
+@ranged("forward", q=0, k=1)
 def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """`torch.ops.fa.forward(q, k, v, **options)`, without the packet's own cost where possible."""
     if is_compiling():
@@ -282,6 +285,7 @@ def attention_varlen(
     return attention(q, k, v, **options)
 
 
+@ranged("combine")
 def combine(
     outs: Tensor | list[Tensor] | tuple[Tensor, ...],
     lses: Tensor | list[Tensor] | tuple[Tensor, ...],

@@ -12,10 +12,12 @@ from torch import Tensor
 from fa import _validate, _validate_cache
 from fa._cache import query_positions
 from fa._checks import tensor_types
+from fa._ranges import ranged
 from fa._validate_types import argument_types
 from fa.functional import attention, window_options
 
 
+@ranged("attention_kvcache", q=0, k_cache=1)
 def attention_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -136,6 +138,7 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: dict[str, Any])
     return bool(options.get("causal") or sides != (-1, -1) or options.get("attention_chunk"))
 
 
+@ranged("append_kv", k_new=0, k_cache=2)
 def append_kv(
     k_new: Tensor,
     v_new: Tensor,
