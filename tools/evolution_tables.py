@@ -218,7 +218,7 @@ def relative_error(errors: list[Line], one: Line) -> float | None:
 
 
 def ablation_table(lines: list[Line], words: Words) -> list[str]:
-    """Rate of each row of the ablation over the shipped one, by length."""
+    """Rate of each row of the ablation, and over the shipped one of the same run, by length."""
     found = chosen(lines, "ablation")
     if not found:
         return [words["no_ablation"]]
@@ -228,8 +228,10 @@ def ablation_table(lines: list[Line], words: Words) -> list[str]:
     for impl, row in names:
         texts = [f"{row} ({words['shipped']})" if impl == "fa3" else str(row)]
         for length in lengths:
-            cell = {one["impl"]: one for one in found if one["seqlen"] == length}
-            one, base = cell.get(impl), cell.get("fa3")
+            here = [one for one in found if one["seqlen"] == length]
+            one = next((other for other in here if other["impl"] == impl), None)
+            same = [o for o in here if one and o["impl"] == "fa3" and o["run_id"] == one["run_id"]]
+            base = same[0] if same else None  # a ratio is worth something within one run only
             text = "–" if one is None else f"{one['tflops']:.0f} TFLOP/s"
             if one and base and impl != "fa3":
                 text += f" ({base['median_ms'] / one['median_ms']:.2f})"

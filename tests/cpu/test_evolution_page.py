@@ -150,6 +150,12 @@ def test_tables_say_what_was_measured() -> None:
     errors = "\n".join(tables.error_table(made, words))
     assert "| 1.00e-03 | 9.00e-03 | 0.50 |" in errors
     assert "400 TFLOP/s (0.80)" in "\n".join(tables.ablation_table(made + ablated(), words))
+    slower = [{**one, "run_id": "s", "median_ms": 2 * one["median_ms"]} for one in ablated()]
+    other = [
+        {**one, "row": f"{one['row']}2", "impl": one["impl"].replace("x", "y")} for one in slower
+    ]
+    text = "\n".join(tables.ablation_table(made + ablated() + other, words))
+    assert text.count("(0.80)") == 2  # each run against its own shipped row
 
 
 def test_claims_have_their_figures() -> None:
