@@ -145,7 +145,7 @@ def cells_of(o: argparse.Namespace, op: str) -> list[cells.Cell]:
     if op == "forward":
         table = cells.forward_cells(*_table(o, cuda))
     elif op == "backward":  # through autograd; ours also deterministic
-        table = cells.backward_cells(*_table(o, cuda))
+        table = [c for c in cells.backward_cells(*_table(o, cuda)) if c.dtype != impls.FP8]
     elif op == "step" and cuda:
         table = cells.step_cells()
     elif op == "shapes":
@@ -318,15 +318,35 @@ def measure(bench: Bench) -> None:
     print(f"after: {bench.state()}")
 
 
+SHOWN_MISSING = 8
+
+
 def compared(bench: Bench, old: list[cells.Record]) -> list[str]:
-    """Prints what changed since `old`; returns a sentence per row that lost."""
+    """Prints what changed since `old`; returns a sentence per row that lost.
+
+    On another GPU a row's ratio to its peers is another one, whatever the code: nothing is lost.
+    """
     changes = cells.compare(old, bench.lines)
     print("\n".join(tables.change_table(changes)))
-    if bench.options.only == "*":
-        print("\n".join(cells.not_measured(old, bench.lines)))
+    missing = cells.not_measured(old, bench.lines) if bench.options.only == "*" else []
+    print("\n".join(missing[:SHOWN_MISSING]))
+    if len(missing) > SHOWN_MISSING:
+        print(f"and {len(missing) - SHOWN_MISSING} more cells in the older file alone.")
     if not changes:
         return ["the older file has no cell in common with this run."]
-    return [f"{c.cell} {c.row or c.name}: {100 * c.gain:+.1f} %." for c in changes if c.lost]
+    gains = cells.geometric_mean(1 + change.gain for change in changes)
+    lost = [f"{c.cell} {c.row or c.name}: {100 * c.gain:+.1f} %." for c in changes if c.lost]
+    print(
+        f"compared: {len(changes)} rows, {100 * (gains - 1):+.1f} % in the mean, {len(lost)} lost."
+    )
+    gpus = {line["gpu"] for line in old}
+    if gpus != {bench.common["gpu"]}:
+        names = ", ".join(sorted(str(gpu) for gpu in gpus))
+        print(
+            f"compared: the older file is of {names}, this is {bench.common['gpu']}; none counts."
+        )
+        return []
+    return lost
 
 
 def main(arguments: list[str] | None = None) -> int:

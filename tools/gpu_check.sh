@@ -6,8 +6,9 @@
 #   tools/gpu_check.sh stage NAME[,NAME…] [quick|full]
 #
 # Stages: build, tests, sanitize, fuzz, bench. Each has a time limit (FA_LIMIT_<NAME> in seconds changes it), a
-# log in FA_CHECK_OUT (default build/gpu_check), and does not stop the next one. The exit status is the number of
-# stages that failed. The package is found as Python finds it: installed, or on PYTHONPATH with lib/libfa.so in
+# log in FA_CHECK_OUT (default build/gpu_check), and does not stop the next one. The benchmark of `full` is compared
+# with docs/results/h200.jsonl, or with the file FA_COMPARE; both modes end in one summary, which summary.txt keeps.
+# Exit status 0: good; 1: a stage failed; 2: no GPU, or a wrong argument. The package is found as Python finds it: installed, or on PYTHONPATH with lib/libfa.so in
 # it; else a library is built here (needs nvcc, CMake, ninja and the Python package nvidia-cutlass).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
@@ -108,25 +109,46 @@ fuzz() {
 }
 
 bench() {
+  local old=${FA_COMPARE:-}
   if [ "$mode" = quick ]; then
-    "$python" tools/bench.py --quick --dims 64,128 --json "$out/bench.jsonl" ${FA_COMPARE:+--compare "$FA_COMPARE"}
+    "$python" tools/bench.py --quick --dims 64,128 --json "$out/bench.jsonl" ${old:+--compare "$old"}
   else
-    "$python" tools/bench.py --json "$out/bench.jsonl" ${FA_COMPARE:+--compare "$FA_COMPARE"}
+    "$python" tools/bench.py --dtypes bfloat16,float8_e4m3fn --json "$out/bench.jsonl" \
+      --report "$out/bench.html" --compare "${old:-docs/results/h200.jsonl}"
   fi
+}
+
+# What each log says in its last lines, for the summary.
+digest() {
+  local log=$out/$1.log
+  [ -f "$log" ] || return 0
+  case $1 in
+    build) grep -E '^library: |rows, [0-9]+ failures' "$log" ;;
+    tests) grep -E '^[0-9]+ (passed|failed|skipped|error)| in [0-9.]+s' "$log" ;;
+    sanitize) grep -E ' problems  ' "$log" ;;
+    fuzz) grep -E '^fuzz seed [0-9]+: [0-9]+ problems, [0-9]+ failures' "$log" ;;
+    bench) grep -E ': geometric mean |^(before|after): |^FAILED: |^compared: |measurements in ' "$log" ;;
+  esac | sed 's/^/    /'
 }
 
 if [ -n "$inside" ]; then
   "$inside"
   exit
 fi
+rm -f "$out/summary.txt"
 stage build 1800
 if [ -z "$(library)" ] && [ -f build/release/lib/libfa.so ]; then export FA_LIBRARY=$root/build/release/lib/libfa.so; fi
 stage tests 420
 stage sanitize 420
 stage fuzz 150
-stage bench 240
-echo "=== summary ($mode): $("$python" -c 'import torch
+stage bench 600
+{
+  echo "=== summary ($mode): $("$python" -c 'import torch
 print(torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU", "torch", torch.__version__)')"
-printf '%s\n' "${summary[@]}"
-if [[ ",$stages," == *",tests,"* ]]; then grep -E '^[0-9]+ (passed|failed|skipped|error)| in [0-9.]+s' "$out/tests.log"; fi
-exit "$failed"
+  for line in "${summary[@]}"; do
+    printf '%s\n' "$line"
+    digest "${line%% *}"
+  done
+  echo "$([ "$failed" = 0 ] && echo good || echo "$failed stages FAILED")"
+} | tee "$out/summary.txt"
+[ "$failed" = 0 ]

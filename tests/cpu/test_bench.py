@@ -389,3 +389,27 @@ def test_the_list_of_cells_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> N
     assert out[0].startswith(
         "models   Wan2.1 1.3B 480p: bfloat16 D128 full S32760 B1 H12: 6594 GFLOP"
     )
+
+
+def test_losses_on_another_gpu_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch")
+    import bench
+
+    options = bench.parse(["--device", "cpu", "--ops", "forward", "--no-peers"])
+    run = bench.Bench(options)
+    run.lines = lines(ours=1.25)
+    run.common["gpu"] = "H200"
+    old = [x | {"gpu": "H200"} for x in lines() + lines(seqlen=2048)]
+    (one, two) = bench.compared(run, old)
+    assert SM90 in one
+    assert "-20.0 %" in one
+    assert SM80 in two
+    out = capsys.readouterr().out
+    assert "in the older file alone: forward bfloat16 D128 full S2048" in out
+    assert "compared: 2 rows, -20.0 % in the mean, 2 lost." in out
+    run.common["gpu"] = "A100"
+    assert bench.compared(run, old) == []
+    assert "the older file is of H200, this is A100; none counts." in capsys.readouterr().out
+    run.options.only = "*"
+    run.lines = lines(seqlen=512)
+    assert bench.compared(run, old) == ["the older file has no cell in common with this run."]

@@ -1,0 +1,76 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# Does gpu_check.sh run its stages, compare with the committed results, and end in one summary?
+"""The script with a Python that plays a GPU machine: what the tools print is given here."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCH = "fa sm90: geometric mean 1.086 × best peer, worst cell 0.97, 18 cells."
+
+
+def run(tmp_path: Path, mode: str, bench_status: int, **environment: str) -> tuple[int, str, str]:
+    """Status, what was printed, and the command lines of the tools."""
+    calls = tmp_path / "calls"
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'echo "$*" >>{shlex.quote(str(calls))}\n'
+        "case $* in\n"
+        "  *machine.py*) exit 0 ;;\n"
+        "  *tools/driver.py*) echo '3 rows, 0 failures.' ;;\n"
+        "  *'-m pytest'*) echo '12 passed, 1 skipped in 3.21s' ;;\n"
+        "  *fuzz.py*) echo 'fuzz seed 5: 300 problems, 0 failures, 9 s.' ;;\n"
+        f"  *bench.py*) echo '{BENCH}'; echo 'FAILED: a row: -9.0 %.'; exit {bench_status} ;;\n"
+        "  *library_path*) echo /lib/libfa.so ;;\n"
+        "  *'import torch'*) echo NVIDIA H200 torch 2.11 ;;\n"
+        "  *cuda.bindings*) exit 1 ;;\n"
+        "esac\n"
+    )
+    python.chmod(0o755)
+    sanitizer = tmp_path / "compute-sanitizer"
+    sanitizer.write_text("#!/bin/sh\n")
+    sanitizer.chmod(0o755)
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    known = {"PYTHON": str(python), "FA_CHECK_OUT": str(tmp_path / "out"), "PATH": path}
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith("FA_")}
+    done = subprocess.run(
+        ["bash", str(ROOT / "tools" / "gpu_check.sh"), mode],
+        env={**inherited, **known, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stdout, calls.read_text()
+
+
+def test_full_compares_with_the_committed_results_and_fails_on_a_loss(tmp_path: Path) -> None:
+    status, out, calls = run(tmp_path, "full", bench_status=1)
+    assert status == 1
+    (bench,) = (line for line in calls.splitlines() if "bench.py" in line)
+    assert bench.endswith("--compare docs/results/h200.jsonl")
+    assert "--dtypes bfloat16,float8_e4m3fn" in bench
+    summary = out[out.index("=== summary (full): NVIDIA H200 torch 2.11") :]
+    assert summary == (tmp_path / "out" / "summary.txt").read_text()
+    lines = [line.strip() for line in summary.splitlines()]
+    for text in (BENCH, "FAILED: a row: -9.0 %.", "12 passed, 1 skipped in 3.21s"):
+        assert text in lines
+    stages = {line.split()[0]: line.split("  ")[-1] for line in lines if " s  " in line}
+    assert stages["tests"] == stages["fuzz"] == stages["build"] == "ok"
+    assert stages["sanitize"].startswith("NOT RUN: ")
+    assert stages["bench"] == "FAILED (status 1)"
+    assert lines[-1] == "1 stages FAILED"
+    assert "fuzz seed 5: 300 problems, 0 failures, 9 s." in lines
+
+
+def test_quick_compares_only_when_told(tmp_path: Path) -> None:
+    status, out, calls = run(tmp_path, "quick", bench_status=0)
+    assert status == 0, out
+    assert "--compare" not in calls
+    assert out.splitlines()[-1] == "good"
+    status, _, calls = run(tmp_path, "quick", bench_status=0, FA_COMPARE="old.jsonl")
+    assert "--compare old.jsonl" in calls
