@@ -146,6 +146,47 @@ def all_text(*places: str) -> str:
     return "\n".join(p.read_text("utf-8") for p in files if p.is_file() and p.suffix in kinds)
 
 
+def commands() -> list[tuple[str, str]]:
+    """(place, line) of everything that looks like a command in the pages."""
+    return [
+        (f"{page.relative_to(ROOT)}:{number}", span)
+        for page in PAGES
+        for number, span in code_spans(page)
+        if re.search(r"\b(?:python3? |tools/|cmake |-m fa )", span)
+    ]
+
+
+def with_imports(tool: Path) -> str:
+    """The text of a tool and of the tools that it imports."""
+    text = tool.read_text("utf-8")
+    for name in re.findall(r"^(?:import|from) (\w+)", text, re.M):
+        other = tool.parent / f"{name}.py"
+        text += other.read_text("utf-8") if other.is_file() else ""
+    return text
+
+
+def test_options_of_commands_exist() -> None:
+    """Every --flag behind a tool, a command of `python -m fa`, and every preset of cmake."""
+    presets = (ROOT / "CMakePresets.json").read_text("utf-8")
+    cli = all_text("python/fa/_cli", "tools")
+    wrong, checked = [], 0
+    for place, line in commands():
+        for part in re.split(r"&&|\||;", line.partition("  #")[0]):
+            tool = re.search(r"(tools/[\w/]+\.(?:py|sh))(.*)", part)
+            ours = re.search(r"-m fa \w+(.*)", part)
+            text = with_imports(ROOT / tool[1]) if tool else cli
+            rest = tool[2] if tool else ours[1] if ours else ""
+            for flag in re.findall(r"(?<=\s)--[a-z][\w-]*", rest):
+                checked += 1
+                if not re.search(rf"{flag}\b(?!-)", text):
+                    wrong.append(f"{place}: {flag}")
+            for preset in re.findall(r"cmake.*?--preset (\w+)", part):
+                checked += 1
+                if f'"name": "{preset}"' not in presets:
+                    wrong.append(f"{place}: preset {preset}")
+    assert checked > 15 and not wrong, wrong
+
+
 def test_every_environment_variable_is_explained() -> None:
     page = (ROOT / "docs" / "environment.md").read_text("utf-8")
     explained = set(re.findall(r"`(FA_[A-Z0-9_]+)`", page))
