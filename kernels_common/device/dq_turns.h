@@ -17,6 +17,7 @@ FA_HOST_DEVICE int key_tiles_before(const Band& band, const KeyTileInfo& t, int 
   return t.n_first / tile_n - range.begin;
 }
 
+#if defined(__CUDACC__)
 // By one thread: what others added before `turn` reached `before` is visible afterwards.
 FA_DEVICE void wait_for_count(const int32_t* turn, int before) {
   int seen;
@@ -27,5 +28,6 @@ FA_DEVICE void wait_for_count(const int32_t* turn, int before) {
 FA_DEVICE void count_one(int32_t* turn) {
   asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(turn) : "memory");
 }
+#endif
 
 }  // namespace fa

@@ -5,6 +5,7 @@
 
 #include <vector>
 
+#include "kernels_common/device/dq_turns.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_common/device/tile_scheduler.h"
 #include "tests/cpp/check.h"
@@ -96,6 +97,11 @@ void check_key_tile(const BandArgs& m, int q_len, int k_len, int k_first, int ti
     const KeyRange keys = key_range(band, first, last, k_len, tile_n);
     say(in == (k_first / tile_n >= keys.begin && k_first / tile_n < keys.end),
         "query range and key range disagree", block, here());
+    if (!in) continue;
+    KeyTileInfo tile{};
+    tile.q_len = q_len, tile.k_len = k_len, tile.n_first = k_first;
+    say(key_tiles_before(band, tile, block, tile_m, tile_n) == k_first / tile_n - keys.begin,
+        "turn of a key tile", block, here());
   }
   say(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
       "the bounds are ordered", r.begin, here());

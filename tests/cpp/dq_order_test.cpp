@@ -1,0 +1,68 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// Does convert find every element of a dQ tile where the main kernel put it?
+#include "kernels_common/device/dq_order.h"
+
+#include <algorithm>
+#include <vector>
+
+#include "tests/cpp/check.h"
+
+using namespace fa;
+using fa::test::expect;
+
+namespace {
+
+constexpr auto here = [](std::source_location at = std::source_location::current()) { return at; };
+
+// (row, column) of value i of a thread's accumulator of a product of 64 rows, as the PTX manual
+// draws it: a warp has 16 rows, a thread two neighbours in each group of eight columns, in the rows
+// lane / 4 and lane / 4 + 8.
+struct Place {
+  int row, col;
+};
+Place accumulator(int thread, int i) {
+  const int lane = thread % 32;
+  return Place{thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
+}
+
+// The main kernel multiplies a tile in parts of 64 rows and 64 columns and adds each thread's four
+// values at `at(part, thread, four)`.
+template <class Order, class At>
+void check_order(int tile_m, int dim, At at) {
+  std::vector<int> seen(static_cast<size_t>(tile_m * dim), 0);
+  const int panels = dim / 64;
+  for (int part = 0; part < tile_m / 64 * panels; ++part)
+    for (int thread = 0; thread < 128; ++thread)
+      for (int i = 0; i < 32; ++i) {
+        const Place p = accumulator(thread, i);
+        const int row = part / panels * 64 + p.row, col = part % panels * 64 + p.col;
+        const int put = at(part, thread, i / 4) + i % 4;
+        expect(put == Order::offset(row, col), here(), "(%d, %d) lies at %d, convert reads %d", row,
+               col, put, Order::offset(row, col));
+        ++seen[static_cast<size_t>(put)];
+      }
+  expect(std::ranges::count(seen, 1) == tile_m * dim, "every place holds one element");
+  for (int row = 0; row < tile_m; ++row)
+    for (int col = 0; col < dim; col += Order::kRun)
+      for (int c = 1; c < Order::kRun; ++c)
+        expect(Order::offset(row, col + c) == Order::offset(row, col) + c,
+               "columns of a run lie together");
+}
+
+// Vector reduces: 512 values of the warpgroup after each other.
+int by_warpgroup(int part, int thread, int four) { return part * 4096 + four * 512 + thread * 4; }
+
+template <int kDim>
+void check_dim() {
+  for (int tile_m : {64, 128, 192}) check_order<AccumulatorOrder<kDim>>(tile_m, kDim, by_warpgroup);
+}
+
+}  // namespace
+
+int main() {
+  check_dim<64>();
+  check_dim<128>();
+  check_dim<192>();
+  check_dim<256>();
+  return fa::test::report("dq_order_test");
+}
