@@ -30,7 +30,7 @@ from torch import Tensor
 LOG2_E = 1.4426950408889634
 WARP_ROWS, LANES, COLUMNS = 16, 4, 2  # a row lies in four lanes, in pairs of columns
 MOST = 256.0  # a probability above has less precision in fp16
-KINDS = ("normal", "x3", "x20", "outliers")
+KINDS = ("normal", "x1.5", "x3", "x20", "outliers")
 
 # (sums of the block, sums so far, blocks so far), sums [rows, lanes] -> [rows]: is the old maximum
 # too small?
@@ -106,12 +106,12 @@ def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def draw(kind: str, rows: int, dim: int, seed: int, dtype: torch.dtype) -> Tensor:
-    """Standard normal, times 3 or 20, or with one value in a thousand ten times as large."""
+    """Standard normal, times a factor, or with one value in a thousand ten times as large."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, dim, generator=generator).to(dtype)
     if kind == "outliers":
         return torch.where(torch.rand(rows, dim, generator=generator) < 1e-3, x * 10, x)
-    return x * {"normal": 1, "x3": 3, "x20": 20}[kind]
+    return x * (1 if kind == "normal" else float(kind.removeprefix("x")))
 
 
 def main() -> None:
