@@ -64,7 +64,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--no-peers", action="store_true", help="time ours alone")
     parser.add_argument("--quick", action="store_true", help="a third of the repeats")
     parser.add_argument("--repeats", type=int, help="samples per implementation (default 21)")
-    parser.add_argument("--only", default="*", metavar="GLOB", help="cells whose name matches")
+    parser.add_argument(
+        "--only", action="append", metavar="GLOB", help="cells whose name matches; may be repeated"
+    )
     parser.add_argument("--list", action="store_true", help="print the cells' names and stop")
     parser.add_argument("--timer", choices=timers.KINDS, default="events")
     parser.add_argument("--l2", choices=("hot", "cold"), default="hot")
@@ -153,7 +155,8 @@ def cells_of(o: argparse.Namespace, op: str) -> list[cells.Cell]:
     elif op == "models":
         table = bench_models.model_cells()
         table = table if cuda else [bench_models.small(cell) for cell in table]
-    return [cell for cell in table if fnmatch.fnmatchcase(cell.name, o.only)]
+    wanted = o.only or ["*"]
+    return [c for c in table if any(fnmatch.fnmatchcase(c.name, glob) for glob in wanted)]
 
 
 # What one of our backends does not take: {(dtype, head dim, backend, reason): cells}.
@@ -246,9 +249,15 @@ class Bench:
                 figures["deterministic"] = impl.deterministic
                 self.add(impl, self.timer, cell.fields() | figures, before)
             self._print_cell(cell, chosen)
+            self.save()
         for (dtype, dim, backend, reason), without in refused.items():
             where = f"{dtype} d{dim}, {len(without)} cells: no {backend} figure"
             self.notes.append(f"{where}: {reason.splitlines()[0]}")
+
+    def save(self) -> None:
+        """After each cell, for a run that is cut short."""
+        if self.options.json:
+            cells.write_lines(self.options.json, self.lines)
 
     def _print_cell(self, cell: cells.Cell, chosen: list[timers.Impl]) -> None:
         parts = []
@@ -301,11 +310,13 @@ def print_cells(options: argparse.Namespace) -> None:
     """The names of every cell, with the operations and bytes that are counted."""
     for op in options.ops:
         for cell in cells_of(options, op) if op in TABLES else []:
-            print(f"{op:9}{cell.name}: {cell.flops / 1e9:.4g} GFLOP, {cell.bytes / 1e6:.4g} MB")
+            print(
+                f"{cell.op:12}{cell.name}: {cell.flops / 1e9:.4g} GFLOP, {cell.bytes / 1e6:.4g} MB"
+            )
 
 
 def measure(bench: Bench) -> None:
-    """Every op of the options; the file is written after each, for a run that is cut short."""
+    """Every op of the options."""
     o = bench.options
     print(f"fa {fa.__version__}, {bench.common['gpu']}, torch {torch.__version__}, L2 {o.l2}")
     if not o.no_peers:
@@ -313,8 +324,7 @@ def measure(bench: Bench) -> None:
     print(f"before: {bench.state()}", flush=True)
     for op in o.ops:
         bench.run(op)
-        if o.json:
-            cells.write_lines(o.json, bench.lines)
+        bench.save()
     print(f"after: {bench.state()}")
 
 
@@ -328,7 +338,7 @@ def compared(bench: Bench, old: list[cells.Record]) -> list[str]:
     """
     changes = cells.compare(old, bench.lines)
     print("\n".join(tables.change_table(changes)))
-    missing = cells.not_measured(old, bench.lines) if bench.options.only == "*" else []
+    missing = cells.not_measured(old, bench.lines) if not bench.options.only else []
     print("\n".join(missing[:SHOWN_MISSING]))
     if len(missing) > SHOWN_MISSING:
         print(f"and {len(missing) - SHOWN_MISSING} more cells in the older file alone.")

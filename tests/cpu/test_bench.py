@@ -383,12 +383,14 @@ def test_the_list_of_cells_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> N
     pytest.importorskip("torch")
     import bench
 
-    assert bench.main(["--list", "--ops", "models", "--only", "Wan*"]) == 0
+    only = ["--only", "Wan*", "--only", "BERT*"]
+    assert bench.main(["--list", "--ops", "models", *only]) == 0
     out = capsys.readouterr().out.splitlines()
-    assert len(out) == 2
-    assert out[0].startswith(
-        "models   Wan2.1 1.3B 480p: bfloat16 D128 full S32760 B1 H12: 6594 GFLOP"
-    )
+    assert [line[:22] for line in out] == [
+        *("models      BERT large", "models      Wan2.1 1.3", "models      Wan2.1 14B"),
+        "models step BERT large",
+    ]
+    assert out[0].endswith(": bfloat16 D64 full S512 B32 H16: 34.36 GFLOP, 135.3 MB")
 
 
 def test_losses_on_another_gpu_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:
@@ -410,6 +412,5 @@ def test_losses_on_another_gpu_do_not_count(capsys: pytest.CaptureFixture[str]) 
     run.common["gpu"] = "A100"
     assert bench.compared(run, old) == []
     assert "the older file is of H200, this is A100; none counts." in capsys.readouterr().out
-    run.options.only = "*"
     run.lines = lines(seqlen=512)
     assert bench.compared(run, old) == ["the older file has no cell in common with this run."]
