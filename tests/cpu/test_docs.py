@@ -199,6 +199,9 @@ def test_every_environment_variable_is_explained() -> None:
         for names in re.findall(r"^foreach\(name ([A-Z_ ]+)\)\n.*ENV\{FA_\$", text, re.M):
             used |= {f"FA_{name}" for name in names.split()}
     assert used == explained, f"not explained or not used: {sorted(used ^ explained)}"
+    first = set(re.findall(r"`(FA_[A-Z0-9_]+)`", page[: page.index("## Tests and tools")]))
+    told = re.findall(r'"(FA_\w+)"', (ROOT / "python/fa/_cli/info.py").read_text("utf-8"))
+    assert first <= set(told), "python -m fa info does not print these"
 
 
 def test_rows_that_pages_name_are_in_the_table() -> None:

@@ -22,7 +22,7 @@ from fa import _abi, _backend, _lib, _shim
 # Everything that changes what fa does, or where it looks.
 VARIABLES = (
     *("FA_BACKEND", "FA_CACHE", "FA_LIBRARY", "FA_LOG", "FA_NVTX", "FA_TORCH_OPS"),
-    *("FA_ARCHS", "FA_CUTLASS_DIR", "FA_NVCC", "FA_ONLY"),
+    *("FA_ARCHS", "FA_BUILD_DIR", "FA_CUTLASS_DIR", "FA_NVCC", "FA_ONLY", "FA_PROFILE"),
     *("CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUDA_MODULE_LOADING", "OMP_NUM_THREADS"),
 )
 PACKAGES = ("numpy", "triton", "transformers", "accelerate", "gguf", "matplotlib")
