@@ -146,6 +146,14 @@ def all_text(*places: str) -> str:
     return "\n".join(p.read_text("utf-8") for p in files if p.is_file() and p.suffix in kinds)
 
 
+def test_every_function_of_the_c_interface_is_explained() -> None:
+    header = (ROOT / "kernels_common/api/fa.h").read_text()
+    page = (ROOT / "docs" / "abi.md").read_text("utf-8")
+    functions = re.findall(r"^FA_API [\w *]*?\b(fa_\w+)\(", header, re.M)
+    assert len(functions) > 12
+    assert [name for name in functions if f"`{name}`" not in page] == []
+
+
 def commands() -> list[tuple[str, str]]:
     """(place, line) of everything that looks like a command in the pages."""
     return [
