@@ -194,3 +194,111 @@ def test_profile_says_what_it_misses(arguments: tuple[str, ...], words: str) -> 
 def test_profile_explains_itself() -> None:
     done = profile("--help")
     assert done.returncode == 0 and "FA_NCU_SET" in done.stdout and "2x8192x16" in done.stdout
+
+
+# --- reports and ncu itself ---------------------------------------------------------------------
+
+
+def listing(*names: str) -> str:
+    """What `ncu --query-metrics` prints: base names, type, unit, words."""
+    many = [f"made_up__metric_{i}" for i in range(200)]
+    lines = [f"{name:<60} Counter  byte  # of something" for name in (*names, *many)]
+    return "\n".join(["Device NVIDIA (made up)", "-" * 70, *lines])
+
+
+def test_metrics_that_ncu_does_not_count_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = listing("dram__bytes_read", "smsp__sass_inst_executed_op_local_ld")
+    done = subprocess.CompletedProcess([], 0, text, "")
+    monkeypatch.setattr(ncu_reader, "need_ncu", lambda: "ncu")
+    monkeypatch.setattr(ncu_reader.subprocess, "run", lambda *_, **__: done)
+    asked = ["dram__bytes_read.sum", "nothing__of_that.sum"]
+    asked += [f"smsp__sass_inst_executed_op_local_{way}.sum" for way in ("ld", "st")]
+    known, unknown = ncu_reader.known_metrics(asked)
+    assert known == [asked[0], asked[2]] and unknown == [asked[1], asked[3]]
+
+
+def test_an_ncu_that_lists_nothing_judges_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.CompletedProcess([], 1, "", "unrecognised option")
+    monkeypatch.setattr(ncu_reader, "need_ncu", lambda: "ncu")
+    monkeypatch.setattr(ncu_reader.subprocess, "run", lambda *_, **__: done)
+    assert ncu_reader.known_metrics(["a__b.sum"]) == (["a__b.sum"], [])
+
+
+class StandInMetric:
+    """A metric as the package `ncu-report` gives it."""
+
+    ValueKind_STRING = 1
+
+    def __init__(self, value: float | str) -> None:
+        self.value = value
+
+    def has_value(self) -> bool:
+        return True
+
+    def kind(self) -> int:
+        return int(isinstance(self.value, str))
+
+    def as_double(self) -> float:
+        assert isinstance(self.value, float)
+        return self.value
+
+    def unit(self) -> str:
+        return "byte"
+
+
+class StandInAction:
+    NameBase_DEMANGLED = 1
+    metrics = {"dram__bytes_read.sum": 5.0, "launch__block": "(384, 1, 1)"}
+
+    def name(self, base: int) -> str:
+        assert base == self.NameBase_DEMANGLED
+        return fixture.FORWARD
+
+    def metric_names(self) -> tuple[str, ...]:
+        return tuple(self.metrics)
+
+    def metric_by_name(self, name: str) -> StandInMetric:
+        return StandInMetric(self.metrics[name])
+
+
+class StandInRange:
+    def num_actions(self) -> int:
+        return 2
+
+    def action_by_idx(self, _: int) -> StandInAction:
+        return StandInAction()
+
+
+class StandInPackage:
+    @staticmethod
+    def load_report(path: str) -> StandInPackage:
+        assert path.endswith(".ncu-rep")
+        return StandInPackage()
+
+    def num_ranges(self) -> int:
+        return 1
+
+    def range_by_idx(self, _: int) -> StandInRange:
+        return StandInRange()
+
+
+def test_a_report_is_read_by_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "row.ncu-rep"
+    path.touch()
+    monkeypatch.setattr(ncu_reader.importlib.util, "find_spec", lambda _: object())
+    monkeypatch.setattr(ncu_reader.importlib, "import_module", lambda _: StandInPackage)
+    launches = ncu_reader.read_report(path)
+    assert [launch.row for launch in launches] == ["sm90_fwd_bf16_d128_none"] * 2
+    assert launches[0].metrics == {"dram__bytes_read.sum": 5.0}  # words are no numbers
+    assert launches[0].units == {"dram__bytes_read.sum": "byte"}
+
+
+def test_a_report_without_a_reader_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "row.ncu-rep"
+    path.touch()
+    monkeypatch.setattr(ncu_reader.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(ncu_reader, "find_ncu", lambda: None)
+    with pytest.raises(ncu_reader.ReportError, match="ncu-report"):
+        ncu_reader.read_report(path)
