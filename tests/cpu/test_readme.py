@@ -15,6 +15,7 @@ import torch
 
 import docs_links
 import fa
+import gen_variants
 import host_build
 from fa import _lib
 
@@ -188,6 +189,15 @@ def test_examples_that_need_the_rows(function: Callable[..., Any]) -> None:
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.DocTestRunner(verbose=False, optionflags=flags).run(test, out=log.append)
     assert result.failed == 0 and result.attempted > 0, "".join(log)
+
+
+def test_how_long_a_build_takes() -> None:
+    said = re.search(r"take (\d+) core-minutes to compile; `FA_PROFILE=dev` .* in (\w+)\.", README)
+    assert said is not None
+    rows = gen_variants.parse(gen_variants.TABLE.read_text())
+    for profile, minutes in (("release", int(said[1])), ("dev", {"two": 2}[said[2]])):
+        seconds = sum(int(row.est_s) for row in gen_variants.in_profile(rows, profile))
+        assert 0.75 < seconds / (60 * minutes) < 1.25, f"{profile}: {seconds} s in the table"
 
 
 # ---- how fast ------------------------------------------------------------------------------------
