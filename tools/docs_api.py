@@ -225,13 +225,22 @@ def entry_markdown(name: Name, level: int = 2) -> list[str]:
         lines += ["```python", f"class {shown.removesuffix(' -> None')}", "```", ""]
     lines += [docstring_markdown(name.docstring), f"[source](/{_source(name.module)})", ""]
     if isinstance(node, ast.ClassDef):
-        for inner in node.body:
-            if not isinstance(inner, ast.FunctionDef) or inner.name.startswith("_"):
-                continue
-            if ast.get_docstring(inner):
-                method = Name(f"{node.name}.{inner.name}", name.module, inner)
-                lines += [f"* `{signature(inner.name, inner)}`: {method.docstring.splitlines()[0]}"]
-        lines.append("")
+        lines += [*_members(name), ""]
+    return lines
+
+
+def _members(name: Name) -> list[str]:
+    """Fields with their comments, and methods with the first line of their docstrings."""
+    source, lines = name.module.read_text(encoding="utf-8").splitlines(), []
+    for inner in name.node.body:
+        if isinstance(inner, ast.AnnAssign):
+            comment = source[inner.lineno - 1].partition("  # ")[2]
+            field = f"{ast.unparse(inner.target)}: {ast.unparse(inner.annotation)}"
+            lines.append(f"* `{field}`" + (f": {comment}" if comment else ""))
+        elif isinstance(inner, ast.FunctionDef) and not inner.name.startswith("_"):
+            text = (ast.get_docstring(inner) or "").split("\n")[0]
+            call = " ".join(signature(inner.name, inner).split()).replace(", )", ")")
+            lines.append(f"* `{call.replace('( ', '(')}`" + (f": {text}" if text else ""))
     return lines
 
 
@@ -277,7 +286,7 @@ def pages() -> dict[str, str]:
             for name in seen:
                 lines += entry_markdown(name, 3 if len(names) > 1 else 2)
         found[f"{page}.md"] = "\n".join(lines)
-        heads = [line[3:] for line in lines if line.startswith("## fa.")]
+        heads = [f"`{line[3:]}`" for line in lines if line.startswith("## fa.")]
         index.append(f"* [{title}]({page}.md)" + (": " if heads else "") + ", ".join(heads))
     index += ["* [Operators](operators.md): `torch.ops.fa.*`"]
     index += ["", "The C interface: [abi](/docs/abi.md)."]

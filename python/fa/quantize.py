@@ -25,7 +25,7 @@ GRANULARITIES = ("tensor", "head", "block")
 class QuantizedQkv:
     """e4m3 tensors of the shapes given, and what `fa.attention` must be told of them."""
 
-    q: Tensor
+    q: Tensor  # float8_e4m3fn, as the others
     k: Tensor
     v: Tensor
     options: dict[str, Any] = field(default_factory=dict)  # descales, and blocks where there are

@@ -137,12 +137,15 @@ class PagedLayer(CacheLayerMixin):
         return self.length + new, 0
 
     def get_seq_length(self) -> int:
+        """Key rows of every sequence so far, padding included."""
         return self.length
 
     def get_max_length(self) -> int:
+        """-1: no limit."""
         return -1
 
     def get_max_cache_shape(self) -> int:
+        """-1: no limit."""
         return -1
 
 
