@@ -350,35 +350,6 @@ def test_the_page_shows_every_cell_and_its_spread() -> None:
     assert "<p>a &lt;note&gt;</p>" in text
 
 
-def test_overlapping_kernels_count_once() -> None:
-    pytest.importorskip("torch")
-    from bench_timers import covered
-
-    assert covered([(5.0, 7.0), (0.0, 2.0), (1.0, 3.0), (1.5, 1.8)]) == 5.0
-    assert covered([]) == 0.0
-
-
-def test_a_call_that_cannot_be_captured_is_named_and_the_others_are_timed() -> None:
-    pytest.importorskip("torch")
-    from bench_timers import Impl, Timer, time_interleaved
-
-    class Choosy(Timer):
-        def prepare(self, call, calls):
-            if call is bad:
-                raise RuntimeError("no capture\nof this")
-            return super().prepare(call, calls)
-
-    def bad() -> None:
-        pass
-
-    good = Impl("good", lambda: None)
-    failed = time_interleaved([good, Impl("bad", bad)], Choosy("cpu"), 3, 0.01)
-    assert failed == {"bad": "RuntimeError: no capture"}
-    assert len(good.samples_ms) == 3
-    with pytest.raises(ValueError, match="graph needs CUDA"):
-        Timer("cpu", kind="graph")
-
-
 def test_the_list_of_cells_needs_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch")
     import bench
