@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
-
-torch = pytest.importorskip("torch")
+import torch
 
 from bench_timers import FLUSH_KERNEL, Impl, Timer, covered, time_interleaved
 
