@@ -42,7 +42,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         *("docs/schedules/hopper_backward.md", "docs/schedules/ampere_forward.md"),
         "docs/schedules/ampere_backward.md",
     ),
-    "Measured": ("docs/performance.md", "docs/measuring.md"),
+    "Measured": ("docs/performance.md", "docs/results/resources.md", "docs/measuring.md"),
     "Changing it": ("CONTRIBUTING.md", "docs/adding.md", "CHANGELOG.md", "THIRD_PARTY.md"),
 }
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cpp", ".sh": "bash", ".c": "c"}

@@ -42,6 +42,21 @@ def test_info_prints_what_a_bug_report_needs():
     assert "FA_BACKEND=cpu" in done.stdout
 
 
+def test_a_reader_that_leaves_early_gets_no_traceback():
+    read, write = os.pipe()
+    os.close(read)
+    path = os.pathsep.join([PACKAGE_FOLDER, os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-m", "fa", "info"],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+    os.close(write)
+    assert done.returncode == 1 and done.stderr == ""
+
+
 def test_info_lists_every_row_of_the_library():
     report = dict(info.report())
     try:

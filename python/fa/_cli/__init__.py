@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -45,7 +46,12 @@ def main(arguments: Sequence[str]) -> int:
         print(f'Unknown command "{name}": allowed are {known}.\n\n{USAGE}', file=sys.stderr)
         return 2
     try:
-        return importlib.import_module(COMMANDS[name][0]).run(rest, name)
+        status = importlib.import_module(COMMANDS[name][0]).run(rest, name)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # the reader, such as `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+        return 1
     except KeyboardInterrupt:
         print("\nInterrupted.", file=sys.stderr)
         return 130
