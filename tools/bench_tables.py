@@ -101,6 +101,12 @@ def report(lines: list[Record]) -> list[str]:
     return text + other_table(lines)
 
 
+def host_rival(name: str) -> str:
+    """The entry of SDPA that does the same as an entry of the host table."""
+    part = name.partition(".")[2].removesuffix("_op")
+    return f"sdpa.{part}" if part in ("record", "backward", "train") else "sdpa"
+
+
 def other_table(lines: Iterable[Record]) -> list[str]:
     """Host times, GEMM ceiling and copy, one Markdown row each."""
     chosen = [line for line in lines if line["op"] in OTHER_OPS]
@@ -111,7 +117,7 @@ def other_table(lines: Iterable[Record]) -> list[str]:
     for line in chosen:
         if line["op"] == "host":
             figure = f"{line['median_ms'] * 1000:.1f} µs per call"
-            sdpa = host.get("sdpa.train" if line["impl"].endswith(".train") else "sdpa")
+            sdpa = host.get(host_rival(line["impl"]))
             share = f"{line['median_ms'] / sdpa:.2f}" if sdpa else "–"
         elif line["op"] == "gemm":
             figure, share = f"{_number(line['tflops'])} TFLOP/s", ""

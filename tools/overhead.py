@@ -12,8 +12,9 @@ Entries, each calling the one above it:
 * fa.c_call: fa_forward through ctypes with a ready struct: plan, launch;
 * fa.raw_op: torch.ops.fa._forward: and checks, allocation, the struct from tensors;
 * fa.ops.forward, fa.attention: and options, the question who watches (autograd, modes);
-* fa.train: a forward that records, and its backward;
-* sdpa, sdpa.train: PyTorch's scaled_dot_product_attention, choosing its own kernel.
+* fa.record: fa.attention where an input requires a gradient; fa.backward_op: torch.ops.fa.backward;
+  fa.backward: the same gradients by autograd; fa.train: a forward that records, and its backward;
+* sdpa, sdpa.record, …: PyTorch's scaled_dot_product_attention, choosing its own kernel.
 
 Nothing waits inside a sample: what is timed is the host. The entries alternate.
 """
@@ -35,6 +36,7 @@ import torch
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import fa
 import machine
+from bench_tables import host_rival
 from bench_timers import Impl, no_garbage_collection
 
 SHAPE = (1, 128, 8, 128)
@@ -68,6 +70,29 @@ def _c_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], A
     return call
 
 
+def _training(
+    name: str, function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]
+) -> list[Impl]:
+    """A recording forward, its backward, and both in turn."""
+
+    def record() -> torch.Tensor:
+        with torch.enable_grad():
+            return function(*inputs)
+
+    def train() -> tuple[torch.Tensor, ...]:
+        out = record()
+        return torch.autograd.grad(out, inputs, out.detach())
+
+    kept = record()
+    dout = kept.detach()
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(kept, inputs, dout, retain_graph=True)
+
+    calls = {"record": record, "backward": backward, "train": train}
+    return [Impl(f"{name}.{part}", call) for part, call in calls.items()]
+
+
 def host_impls(
     device: str, dtype: torch.dtype, shape: tuple[int, ...] = SHAPE
 ) -> tuple[list[Impl], list[str]]:
@@ -84,19 +109,15 @@ def host_impls(
     ]
     leaves = [t.clone().requires_grad_() for t in (q, k, v)]
     turned = [t.transpose(1, 2).detach().requires_grad_() for t in leaves]
-
-    def train(function: Callable[..., torch.Tensor], inputs: list[torch.Tensor]) -> Any:
-        with torch.enable_grad():
-            out = function(*inputs)
-            return torch.autograd.grad(out, inputs, out.detach())
-
-    impls.append(Impl("sdpa.train", lambda: train(sdpa, turned)))
+    impls += _training("sdpa", sdpa, turned)
     reason = fa.supports(*leaves)
     if reason is True:
-        impls.append(Impl("fa.train", lambda: train(fa.attention, leaves)))
+        impls += _training("fa", fa.attention, leaves)
+        out, lse = public(q, k, v)
+        impls.append(Impl("fa.backward_op", lambda: torch.ops.fa.backward(out, q, k, v, out, lse)))
     if device.startswith("cuda"):
         impls.append(Impl("fa.c_call", _c_call(q, k, v)))
-    return impls, [] if reason is True else [f"fa.train is not measured: {reason}"]
+    return impls, [] if reason is True else [f"training is not measured: {reason}"]
 
 
 def time_host(impls: list[Impl], cuda: bool, repeats: int, calls: int) -> None:
@@ -122,7 +143,7 @@ def table(impls: list[Impl]) -> list[str]:
     medians = {impl.name: impl.quantile(0.5) for impl in impls}
     rows = ["| entry | µs per call | p20 – p80 | to SDPA |", "|---|---|---|---|"]
     for impl in impls:
-        rival = medians.get("sdpa.train" if impl.name.endswith(".train") else "sdpa")
+        rival = medians.get(host_rival(impl.name))
         share = f"{medians[impl.name] / rival:.2f}" if rival else "–"
         low, high = (1e3 * impl.quantile(s) for s in (0.2, 0.8))
         rows.append(

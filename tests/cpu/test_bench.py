@@ -203,8 +203,9 @@ def test_smoke_run(tmp_path: Path) -> None:
     assert modes == {("fa", False), ("fa", True), ("sdpa", False)}
     assert {x["impl"] for x in found if x["op"] == "forward"} == {"fa", "sdpa"}
     entries = {x["impl"] for x in found if x["op"] == "host"}
-    both = {"sdpa", "sdpa.train", "fa.train"}
-    assert entries == {*both, "fa.raw_op", "fa.attention", "fa.ops.forward"}
+    both = {f"{who}.{part}" for who in ("sdpa", "fa") for part in ("record", "backward", "train")}
+    alone = {"sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward", "fa.backward_op"}
+    assert entries == both | alone
     assert all(x["median_ms"] > 0 and x["repeats"] >= 3 for x in found)
     assert len({x["run_id"] for x in found}) == 1
     assert "geometric mean" in done.stdout

@@ -17,7 +17,9 @@ def test_every_entry_of_a_cpu_and_its_profile(capsys: pytest.CaptureFixture[str]
     out = capsys.readouterr().out
     rows = [line.split("|")[1].strip() for line in out.splitlines() if line.startswith("| ")]
     assert rows == [
-        *("entry", "sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward", "sdpa.train", "fa.train"),
+        *("entry", "sdpa", "fa.raw_op", "fa.attention", "fa.ops.forward"),
+        *("sdpa.record", "sdpa.backward", "sdpa.train"),
+        *("fa.record", "fa.backward", "fa.train", "fa.backward_op"),
     ]
     assert "autograd.py" in out, "the profile names the layers of a step"
 
@@ -40,7 +42,10 @@ def test_bad_arguments(
 
 def test_entries_are_held_against_sdpa_doing_the_same() -> None:
     times = {"sdpa": 0.02, "fa.attention": 0.01, "sdpa.train": 0.1, "fa.train": 0.15}
+    times |= {"sdpa.backward": 0.05, "fa.backward_op": 0.04, "fa.backward": 0.06}
     impls = [Impl(name, lambda: None, samples_ms=[ms]) for name, ms in times.items()]
     table = overhead.table(impls)
     assert "| fa.attention | 10.0 | 10.0 – 10.0 | 0.50 |" in table
     assert "| fa.train | 150.0 | 150.0 – 150.0 | 1.50 |" in table
+    assert "| fa.backward_op | 40.0 | 40.0 – 40.0 | 0.80 |" in table
+    assert "| fa.backward | 60.0 | 60.0 – 60.0 | 1.20 |" in table
