@@ -20,6 +20,7 @@ import docs_site
 import fa
 import gen_variants
 import schedules
+from fa._cli import COMMANDS
 
 ROOT = docs_links.ROOT
 PUBLIC = {name.dotted: name for name in docs_api.public()}
@@ -152,6 +153,34 @@ def test_every_function_of_the_c_interface_is_explained() -> None:
     functions = re.findall(r"^FA_API [\w *]*?\b(fa_\w+)\(", header, re.M)
     assert len(functions) > 12
     assert [name for name in functions if f"`{name}`" not in page] == []
+
+
+def test_names_in_docstrings_and_messages_exist() -> None:
+    """fa.attention, `python -m fa demo`, a tool; in C++ the functions and fields of fa.h."""
+    wrong, checked = [], 0
+    for path in docs_links.committed("python/fa/*.py"):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            text = node.value if isinstance(node, ast.Constant) else None
+            if not isinstance(text, str):
+                continue
+            names = re.findall(
+                r"(?<![\w./\"-])((?:torch\.ops\.)?fa\.(?!h\b)[A-Za-z]\w*(?:\.\w+)*)", text
+            )
+            gone = [name for name in names if not exists(name)]
+            commands = re.findall(r"python3? -m fa ([a-z]+)", text)
+            gone += [name for name in commands if name not in COMMANDS]
+            files = re.findall(rf"\b((?:{FOLDERS})/[\w/]+\.\w+)", text)
+            gone += [name for name in files if not (ROOT / name).exists()]
+            checked += len(names) + len(commands) + len(files)
+            wrong += [f"{path.name}:{node.lineno}: {name}" for name in gone]
+    header = (ROOT / "kernels_common/api/fa.h").read_text()
+    for path in docs_links.committed("kernels_common/host/*.cpp", "kernels_common/api/*.cpp"):
+        for text in re.findall(r'"((?:[^"\\]|\\.)*)"', path.read_text("utf-8")):
+            fields = r"\b(?:options|shape|mask|score|grad|pages|dropout|seq)\.([a-z_]*[a-z])\b"
+            names = re.findall(r"\b(fa_[a-z_]+)\b", text) + re.findall(fields, text)
+            checked += len(names)
+            wrong += [f"{path.name}: {n}" for n in names if not re.search(rf"\b{n}\b", header)]
+    assert checked > 100 and not wrong, wrong
 
 
 def commands() -> list[tuple[str, str]]:
