@@ -5,15 +5,24 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCH = "fa sm90: geometric mean 1.086 × best peer, worst cell 0.97, 18 cells."
 
 
-def run(tmp_path: Path, mode: str, bench_status: int, **environment: str) -> tuple[int, str, str]:
+def run(
+    tmp_path: Path,
+    *arguments: str,
+    bench_status: int = 0,
+    pytest_says: str = "echo '12 passed, 1 skipped in 3.21s'",
+    **environment: str,
+) -> tuple[int, str, str]:
     """Status, what was printed, and the command lines of the tools."""
     calls = tmp_path / "calls"
     python = tmp_path / "python"
@@ -23,7 +32,7 @@ def run(tmp_path: Path, mode: str, bench_status: int, **environment: str) -> tup
         "case $* in\n"
         "  *machine.py*) exit 0 ;;\n"
         "  *tools/driver.py*) echo '3 rows, 0 failures.' ;;\n"
-        "  *'-m pytest'*) echo '12 passed, 1 skipped in 3.21s' ;;\n"
+        f"  *'-m pytest'*) {pytest_says} ;;\n"
         "  *fuzz.py*) echo 'fuzz seed 5: 300 problems, 0 failures, 9 s.' ;;\n"
         f"  *bench.py*) echo '{BENCH}'; echo 'FAILED: a row: -9.0 %.'; exit {bench_status} ;;\n"
         "  *library_path*) echo /lib/libfa.so ;;\n"
@@ -39,13 +48,14 @@ def run(tmp_path: Path, mode: str, bench_status: int, **environment: str) -> tup
     known = {"PYTHON": str(python), "FA_CHECK_OUT": str(tmp_path / "out"), "PATH": path}
     inherited = {k: v for k, v in os.environ.items() if not k.startswith("FA_")}
     done = subprocess.run(
-        ["bash", str(ROOT / "tools" / "gpu_check.sh"), mode],
+        ["bash", str(ROOT / "tools" / "gpu_check.sh"), *arguments],
         env={**inherited, **known, **environment},
         capture_output=True,
         text=True,
         timeout=120,
     )
-    return done.returncode, done.stdout, calls.read_text()
+    said = calls.read_text() if calls.exists() else ""
+    return done.returncode, done.stdout + done.stderr, said
 
 
 def test_full_compares_with_the_committed_results_and_fails_on_a_loss(tmp_path: Path) -> None:
@@ -71,6 +81,45 @@ def test_quick_compares_only_when_told(tmp_path: Path) -> None:
     status, out, calls = run(tmp_path, "quick", bench_status=0)
     assert status == 0, out
     assert "--compare" not in calls
-    assert out.splitlines()[-1] == "good"
+    assert out.splitlines()[-1] == "good, as far as it ran; NOT RUN: sanitize"
     status, _, calls = run(tmp_path, "quick", bench_status=0, FA_COMPARE="old.jsonl")
     assert "--compare old.jsonl" in calls
+
+
+@pytest.mark.parametrize("names", ["test", "tests,fuz", "", ","])
+def test_a_stage_that_does_not_exist_is_no_success(tmp_path: Path, names: str) -> None:
+    status, out, calls = run(tmp_path, "stage", names)
+    assert status == 2, out
+    assert "allowed are build, tests, sanitize, fuzz and bench" in out
+    assert not calls, "nothing was started"
+
+
+def test_chosen_stages_alone(tmp_path: Path) -> None:
+    status, out, calls = run(tmp_path, "stage", "tests,fuzz")
+    assert status == 0, out
+    assert out.splitlines()[-1] == "good"
+    assert "-m pytest" in calls and "fuzz.py" in calls and "bench.py" not in calls
+
+
+def test_tests_that_were_all_skipped_are_no_success(tmp_path: Path) -> None:
+    status, out, _ = run(tmp_path, "stage", "tests", pytest_says="echo '140 skipped in 3.21s'")
+    assert status == 1
+    assert "FAILED: no test passed" in out
+    assert out.splitlines()[-1] == "1 stages FAILED"
+
+
+def test_files_behind_a_hanging_one_run_in_another_process(tmp_path: Path) -> None:
+    """Whatever its name: the files in order, each of which stops the process once."""
+    files = sorted(f"tests/gpu/{p.name}" for p in (ROOT / "tests" / "gpu").glob("test_*.py"))
+    assert any(re.search(r"[0-9]", name) for name in files)
+    # The process stops in the first file that it is given.
+    says = (
+        "for word in $*; do case $word in tests/gpu/*) echo 3 passed in 1s; "
+        "echo FA-TESTS-STOPPED-IN $word; exit 86 ;; esac; done"
+    )
+    status, out, calls = run(tmp_path, "stage", "tests", pytest_says=says)
+    assert status == 1, out
+    started = [
+        line.split(" tests/gpu/")[1].split()[0] for line in calls.splitlines() if " -q " in line
+    ]
+    assert sorted(f"tests/gpu/{name}" for name in started) == files
