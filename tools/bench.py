@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import datetime
 import fnmatch
+import importlib.util
 import itertools
 import platform
 import subprocess
@@ -85,9 +86,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     unknown = set(options.ops) - set(OPS)
     if unknown:
         parser.error(f"--ops {sorted(unknown)} unknown; allowed are {', '.join(OPS)}.")
-    if options.report is not None and options.report.suffix not in bench_report.SUFFIXES:
-        allowed = " or ".join(bench_report.SUFFIXES)
-        parser.error(f"--report: {options.report} must end in {allowed}.")
+    if options.report is not None:
+        if options.report.suffix not in bench_report.SUFFIXES:
+            allowed = " or ".join(bench_report.SUFFIXES)
+            parser.error(f"--report: {options.report} must end in {allowed}.")
+        if options.report.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+            parser.error(
+                f"--report: {options.report} needs matplotlib, which is not installed; a page "
+                ".html needs nothing."
+            )
     if options.compare is not None and not options.compare.is_file():
         parser.error(f"--compare: there is no file {options.compare}.")
     if options.device != "cuda":
@@ -171,6 +178,7 @@ class Bench:
         self.common = environment(options)
         self.lines: list[cells.Record] = []
         self.notes: list[str] = []
+        self.refused: set[tuple[tuple[Any, ...], str]] = set()  # (cells.cell_key, backend)
         self.cuda = options.device == "cuda"
         uuid = str(torch.cuda.get_device_properties(0).uuid) if self.cuda else None
         self.watch = machine.Watch(uuid) if self.cuda else None
@@ -253,6 +261,8 @@ class Bench:
         for (dtype, dim, backend, reason), without in refused.items():
             where = f"{dtype} d{dim}, {len(without)} cells: no {backend} figure"
             self.notes.append(f"{where}: {reason.splitlines()[0]}")
+            lines = (cells.record(**cell.fields(), l2=self.timer.l2) for cell in without)
+            self.refused |= {(cells.cell_key(line), backend) for line in lines}
 
     def save(self) -> None:
         """After each cell, for a run that is cut short."""
@@ -339,13 +349,15 @@ def compared(bench: Bench, old: list[cells.Record]) -> list[str]:
     changes = cells.compare(old, bench.lines)
     print("\n".join(tables.change_table(changes)))
     missing = cells.not_measured(old, bench.lines) if not bench.options.only else []
-    print("\n".join(missing[:SHOWN_MISSING]))
+    print("\n".join(f"in the older file alone: {name}." for name in missing[:SHOWN_MISSING]))
     if len(missing) > SHOWN_MISSING:
         print(f"and {len(missing) - SHOWN_MISSING} more cells in the older file alone.")
     if not changes:
         return ["the older file has no cell in common with this run."]
     gains = cells.geometric_mean(1 + change.gain for change in changes)
     lost = [f"{c.cell} {c.row or c.name}: {100 * c.gain:+.1f} %." for c in changes if c.lost]
+    gone = cells.not_measured(old, bench.lines, bench.refused)
+    lost += [f"{name}: refused now, measured in the older file." for name in gone]
     print(
         f"compared: {len(changes)} rows, {100 * (gains - 1):+.1f} % in the mean, {len(lost)} lost."
     )

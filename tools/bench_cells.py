@@ -409,15 +409,22 @@ def _share(line: Record, name: str) -> float:
     return line["median_ms"] / (line[name] or line["median_ms"])
 
 
-def not_measured(old: list[Record], new: list[Record]) -> list[str]:
-    """Sentences about cells of ours that `old` has and `new` has not, of the ops that `new` ran."""
+def not_measured(
+    old: list[Record],
+    new: list[Record],
+    refused: set[tuple[tuple[Any, ...], str]] | None = None,
+) -> list[str]:
+    """Names of cells of ours that `old` has and `new` has not, of the ops that `new` ran.
+
+    `refused`: only those whose (cell_key, backend) is in it.
+    """
     ops = {line["op"] for line in new}
     seen = {(cell_key(line), column(line)) for line in new}
-    missing = [
+    return [
         f"{line['op']} {cell_label(line)} {line['row'] or column(line)}"
         for line in old
-        if line["op"] in ops
+        if (refused is not None or line["op"] in ops)
         and is_ours(column(line))
         and (cell_key(line), column(line)) not in seen
+        and (refused is None or (cell_key(line), (line["row"] or "").split("_")[0]) in refused)
     ]
-    return [f"in the older file alone: {name}." for name in missing]

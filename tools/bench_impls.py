@@ -300,7 +300,8 @@ def _cudnn_fp8(cell: Cell, tensors: tuple[torch.Tensor, ...]) -> Impl:
 def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
     """Who runs and agrees with the others; sentences about who does not.
 
-    The first peer that runs is the measure; the times of a wrong answer are worth nothing.
+    The first peer that runs is the measure; the times of a wrong answer are worth nothing. What has
+    a row is ours and said that it can do the cell: unless memory ran out, a failure is WRONG too.
     """
     good: list[Impl] = []
     notes: list[str] = []
@@ -313,8 +314,10 @@ def usable(cell: Cell, impls: list[Impl]) -> tuple[list[Impl], list[str]]:
             if answer[0].is_cuda:
                 torch.cuda.synchronize()
         except Exception as error:
+            failure = impl.row is not None and not isinstance(error, torch.OutOfMemoryError)
+            who = f"WRONG: {impl.name} {impl.row}" if failure else impl.name
             notes.append(
-                f"{cell.name}: {impl.name} did not run: {type(error).__name__}: "
+                f"{cell.name}: {who} did not run: {type(error).__name__}: "
                 f"{str(error).splitlines()[0] if str(error) else ''}"
             )
             continue

@@ -139,7 +139,9 @@ def disassemble(cubin: Path, kernels: list[Kernel]) -> None:
     parts = re.split(r"^\s*Function : (\S+)\s*$", done.stdout, flags=re.M)
     texts = dict(zip(parts[1::2], parts[2::2], strict=True))
     for kernel in kernels:
-        kernel.opcodes = check_sass.count(texts.get(kernel.function, ""))
+        if kernel.function not in texts:  # no instructions would read as no local memory
+            raise same_code.ToolError(f"cuobjdump shows no code of {kernel.function} in {cubin}.")
+        kernel.opcodes = check_sass.count(texts[kernel.function])
 
 
 def kernels_of(path: Path, pattern: str, instructions: bool) -> Iterator[Kernel]:

@@ -229,15 +229,25 @@ def test_a_wrong_result_is_not_timed() -> None:
     import bench_impls
 
     right = torch.ones(4)
+
+    def out_of_memory() -> None:
+        raise torch.OutOfMemoryError("no 80 GB")
+
     impls = [
         bench_impls.Impl("peer", lambda: right),
         bench_impls.Impl("fa", lambda: right * 1.5, row=SM90),
         bench_impls.Impl("broken", lambda: 1 / 0),
+        bench_impls.Impl("fa", lambda: 1 / 0, row=SM80),
+        bench_impls.Impl("fa", out_of_memory, row="sm80_large"),
     ]
     good, notes = bench_impls.usable(Cell("bfloat16", 64, False, 4), impls)
     assert [impl.name for impl in good] == ["peer"]
     assert any("WRONG" in note and SM90 in note for note in notes)
-    assert any("broken did not run: ZeroDivisionError" in note for note in notes)
+    (peer,) = (note for note in notes if "broken did not run: ZeroDivisionError" in note)
+    assert "WRONG" not in peer, "a peer may fail"
+    assert any(f"WRONG: fa {SM80} did not run: ZeroDivisionError" in note for note in notes)
+    (large,) = (note for note in notes if "OutOfMemoryError" in note)
+    assert "WRONG" not in large
 
 
 def test_bad_arguments_say_what_is_allowed() -> None:
@@ -326,9 +336,7 @@ def test_a_loss_within_the_spread_of_both_runs_is_none() -> None:
 def test_cells_that_are_gone_are_named() -> None:
     assert not_measured(lines(), lines()) == []
     gone = not_measured(lines() + lines(seqlen=4096), lines())
-    assert gone == [
-        f"in the older file alone: forward bfloat16 D128 full S4096 {row}." for row in (SM90, SM80)
-    ]
+    assert gone == [f"forward bfloat16 D128 full S4096 {row}" for row in (SM90, SM80)]
     assert not_measured([record(op="host", impl="fa.train")], lines()) == []
 
 
@@ -386,3 +394,42 @@ def test_losses_on_another_gpu_do_not_count(capsys: pytest.CaptureFixture[str]) 
     assert "the older file is of H200, this is A100; none counts." in capsys.readouterr().out
     run.lines = lines(seqlen=512)
     assert bench.compared(run, old) == ["the older file has no cell in common with this run."]
+
+
+def test_a_row_that_is_gone_is_a_loss(capsys: pytest.CaptureFixture[str]) -> None:
+    """A cell that this build refuses, and that the older file has figures of."""
+    pytest.importorskip("torch")
+    import bench
+
+    run = bench.Bench(bench.parse(["--device", "cpu", "--ops", "forward", "--no-peers"]))
+    run.common["gpu"] = "H200"
+    old = [x | {"gpu": "H200"} for x in lines()]
+    run.lines = [x for x in lines() if x["row"] != SM90]
+    assert bench.compared(run, old) == [], "not asked for in this run"
+    key = bench.cells.cell_key(old[0])
+    run.refused = {(key, "sm80")}
+    assert bench.compared(run, old) == [], "measured all the same"
+    run.refused.add((key, "sm90"))
+    (one,) = bench.compared(run, old)
+    assert (
+        one == f"forward bfloat16 D128 full S1024 {SM90}: refused now, measured in the older file."
+    )
+    run.common["gpu"] = "A100"
+    assert bench.compared(run, old) == []
+    capsys.readouterr()
+
+
+def test_what_a_run_refuses_is_kept_for_the_comparison(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    import bench
+
+    monkeypatch.setattr(bench.impls, "ours", lambda *_: "no row for it")
+    run = bench.Bench(bench.parse(["--device", "cpu", "--ops", "forward", "--no-peers"]))
+    cell = Cell("float32", 64, False, 64, 64, 64)
+    run._cells([cell])
+    line = bench.cells.record(**cell.fields(), l2="hot")
+    assert run.refused == {(bench.cells.cell_key(line), "cpu")}
+    assert any("no row for it" in note for note in run.notes)
+    capsys.readouterr()

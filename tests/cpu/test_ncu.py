@@ -117,6 +117,16 @@ def test_without_ceilings_there_is_no_roofline(report: Path, tmp_path: Path, cap
     assert "bench.py --ops gemm,copy" in capsys.readouterr().err
 
 
+def test_a_roofline_without_matplotlib_is_a_sentence(
+    report: Path, tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert ncu_table.main([str(report), "--roofline", str(tmp_path / "r.png")]) == 2
+    said = capsys.readouterr()
+    assert "a roofline needs matplotlib, which is not installed" in said.err
+    assert "| duration |" in said.out, "the table is there all the same"
+
+
 def test_the_committed_results_hold_the_ceilings() -> None:
     tflops, tbs = ncu_table.ceilings()
     assert 100 < tflops < 2000 and 1 < tbs < 10

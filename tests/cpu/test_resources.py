@@ -60,10 +60,10 @@ def test_a_cubin_is_read_without_disassembly() -> None:
 def cuobjdump(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """A stand-in: one cubin per object, and the disassembly that the test wants."""
 
-    def put(more: str = "") -> Path:
+    def put(more: str = "", function: str = MANGLED) -> Path:
         script = tmp_path / "bin" / "cuobjdump"
         script.parent.mkdir(exist_ok=True)
-        text = SASS.format(function=MANGLED, more=more)
+        text = SASS.format(function=function, more=more)
         script.write_text(
             f"#!{sys.executable}\n"
             "import pathlib, sys\n"
@@ -106,6 +106,14 @@ def test_local_memory_is_a_failure(cuobjdump, capsys: pytest.CaptureFixture[str]
     assert f"{ROW} fa_fwd on sm_90a: 1 accesses of local memory." in capsys.readouterr().err
     framed = resources.Kernel(ROW, "fa_fwd", "sm_90a", MANGLED, stack=16)
     assert resources.problems([framed]) == [f"{ROW} fa_fwd on sm_90a: a stack frame of 16 bytes."]
+
+
+def test_a_kernel_without_code_is_no_kernel_without_local_memory(
+    cuobjdump, capsys: pytest.CaptureFixture[str]
+) -> None:
+    build = cuobjdump(function="another")
+    assert resources.main([str(build), "--instructions"]) == 2
+    assert f"cuobjdump shows no code of {MANGLED}" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named(

@@ -220,8 +220,16 @@ def ceilings(path: Path = RESULTS) -> tuple[float, float]:
 
 
 def roofline(kernels: Sequence[Kernel], path: Path, peak: tuple[float, float]) -> int:
-    """Draws the kernels whose FLOPs are known under the measured ceilings; returns how many."""
-    import matplotlib
+    """Draws the kernels whose FLOPs are known under the measured ceilings; returns how many.
+
+    Raises ReportError without matplotlib.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ReportError(
+            f"{path}: a roofline needs matplotlib, which is not installed: pip install matplotlib."
+        ) from None
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
