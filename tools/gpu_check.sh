@@ -140,7 +140,7 @@ digest() {
   case $1 in
     build) grep -E '^library: |rows, [0-9]+ failures' "$log" ;;
     tests) grep -E '^[0-9]+ (passed|failed|skipped|error)| in [0-9.]+s|^FAILED: ' "$log" ;;
-    sanitize) grep -E ' problems  ' "$log" ;;
+    sanitize) grep -E ' problems  |^FAILED: ' "$log" ;;
     fuzz) grep -E '^fuzz seed [0-9]+: [0-9]+ problems, [0-9]+ failures' "$log" ;;
     bench) grep -E ': geometric mean |^(before|after): |^FAILED: |^compared: |measurements in ' "$log" ;;
   esac | sed 's/^/    /'

@@ -41,6 +41,25 @@ def if_loaded() -> None:
         register()
 
 
+def refuse(options: dict[str, Any]) -> int:
+    """NotImplementedError for an option that is a DTensor in a place no rule knows.
+
+    Asked before each call and not by the rules alone: DTensor of torch 2.11 remembers what they
+    chose without regard to keyword arguments. Returns how many options are DTensors.
+    """
+    specs = {name: x for name, x in options.items() if hasattr(x, "placements")}
+    for name, spec in specs.items():
+        # DTensor does not redistribute keyword arguments, so a wrong placement would go unnoticed.
+        if name not in _INDEX or not all(p.is_replicate() for p in spec.placements):
+            raise NotImplementedError(
+                f"{name}: a DTensor placed {list(spec.placements)}. With DTensors, index tensors "
+                "must be replicated, and sinks, alibi_slopes and the gradient of lse are not "
+                "supported. Call fa on the local tensors (torch.distributed.tensor.experimental."
+                "local_map)."
+            )
+    return len(specs)
+
+
 Rule = tuple[list[Any], list[Any]]  # placements of the results, of the arguments
 
 
@@ -63,22 +82,12 @@ def _choices(q: Any, k: Any, options: dict[str, Any]) -> list[tuple[Any, Any, An
     """(placement of q, k, v, out and gradients; of lse; Replicate; number of index tensors)."""
     from torch.distributed.tensor import Replicate, Shard
 
-    specs = {name: x for name, x in options.items() if hasattr(x, "placements")}
-    for name, spec in specs.items():
-        # DTensor does not redistribute keyword arguments, so a wrong placement would go unnoticed.
-        if name not in _INDEX or not all(p.is_replicate() for p in spec.placements):
-            raise NotImplementedError(
-                f"{name}: a DTensor placed {list(spec.placements)}. With DTensors, index tensors "
-                "must be replicated, and sinks, alibi_slopes and the gradient of lse are not "
-                "supported. Call fa on the local tensors (torch.distributed.tensor.experimental."
-                "local_map)."
-            )
-    replicate, count = Replicate(), len(specs)
+    replicate, count = Replicate(), refuse(options)
     choices = [(replicate, replicate, replicate, count)]
     heads = len(q.shape) - 2
     # Whole groups only: an uneven split would pair query heads with the wrong key heads.
     if k.shape[-2] % q.mesh.size() == 0:
         choices.append((Shard(heads), Shard(heads - 1), replicate, count))
-    if not specs and q.shape[0] % q.mesh.size() == 0:
+    if not count and q.shape[0] % q.mesh.size() == 0:
         choices.append((Shard(0), Shard(0), replicate, count))
     return choices

@@ -13,7 +13,7 @@ import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
 from torch._C._functorch import unwrap_if_dead
 
-from fa import _backend, cpu
+from fa import _backend, _sharding, cpu
 from fa._ranges import ranged
 from fa._raw import raw, raw_backward, transformed
 
@@ -144,6 +144,7 @@ class Attention(torch.autograd.Function):
         with _backend.during(ctx.backend), torch._C._AutoDispatchBelowAutograd():
             found = raw_backward(dout, q, k, v, out, lse, options)
             if found is None:
+                _sharding.refuse({"dlse": dlse})
                 found = torch.ops.fa.backward.default(dout, q, k, v, out, lse, **options)
         dq, dk, dv, dsinks = found
         return dq, dk, dv, dsinks if sinks is not None else None, None, None, None

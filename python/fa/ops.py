@@ -266,6 +266,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     tensor_types(q=q, k=k, v=v)
     if type(q) is not Tensor:
         _sharding.notice(q)
+        _sharding.refuse(options)
     autograd.refuse_forward_mode(q, k, v, *options.values())
     dropout_p = options.get("dropout_p", 0.0)
     if type(dropout_p) is not float:

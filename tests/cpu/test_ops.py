@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import fa
-from fa import _raw, reference
+from fa import _raw, _sharding, reference
 from fa._schemas import SCHEMAS
 
 OPS = torch.ops.fa
@@ -521,6 +521,28 @@ def test_dtensor_shards_batch_and_heads(mesh: Any) -> None:
     with pytest.raises((NotImplementedError, RuntimeError), match="sinks: a DTensor"):
         q, k, v = (DTensor.from_local(t.detach(), mesh, [Shard(2)]) for t in local)
         fa.attention(q, k, v, sinks=sinks)
+
+
+def test_dtensor_options_are_refused_before_a_rule_is_asked(
+    mesh: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A DTensor may remember the choice for a call without the option (torch 2.11 does)."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    monkeypatch.setattr(_sharding, "_choices", None)  # a rule that is asked fails in another way
+    q, k, v = (
+        DTensor.from_local(torch.randn(4, 6, h, 8), mesh, [Shard(2)]).requires_grad_()
+        for h in (2, 1, 1)
+    )
+    for name, shape in (("sinks", (2,)), ("alibi_slopes", (2,)), ("seqused_k", (4,))):
+        option = DTensor.from_local(torch.zeros(shape), mesh, [Shard(0)])
+        with pytest.raises(NotImplementedError, match=f"{name}: a DTensor placed"):
+            fa.attention(q, k, v, **{name: option})
+    monkeypatch.undo()
+    out, lse = fa.attention(q, k, v, return_lse=True)
+    monkeypatch.setattr(_sharding, "_choices", None)
+    with pytest.raises(NotImplementedError, match="dlse: a DTensor placed"):
+        torch.autograd.grad(lse, q, torch.ones_like(lse))
 
 
 # ---- the short way ------------------------------------------------------------------------------

@@ -279,6 +279,25 @@ def test_what_the_kernel_leaves_goes_through_the_operator(short_way: list[str]) 
         torch.testing.assert_close(a, b, rtol=0, atol=0)
 
 
+def test_what_autograd_hands_over(shim: ctypes.CDLL, short_way: list[str]) -> None:
+    """One gradient alone, a second backward, recomputed tensors, a search for NaN."""
+    from torch.utils.checkpoint import checkpoint
+
+    inputs = leaves()
+    out, lse = fa.attention(*inputs, return_lse=True)
+    for _ in range(2):
+        torch.autograd.grad(lse, inputs, torch.ones_like(lse), retain_graph=True)
+    assert short_way == ["kernel"] * 2
+    assert last_params(shim)["grad.dlse"] != 0
+    torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert last_params(shim)["grad.dlse"] == 0
+    del short_way[:]
+    out = checkpoint(fa.attention, *inputs, use_reentrant=False)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly(check_nan=False):
+        torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert short_way == ["kernel"]
+
+
 def test_transformed_gradients_go_through_the_operator(short_way: list[str]) -> None:
     inputs = leaves()
     out = fa.attention(*inputs)

@@ -18,7 +18,7 @@ usage="usage: tools/ncu/profile.sh ROW [SHAPE] [-o FOLDER] [options of tools/ncu
 pattern=${1:-}
 case $pattern in
   -h | --help)
-    sed -n '3,14s/^# \{0,1\}//p' "$0"
+    sed -n '3,14s/^# \{0,1\}//p' tools/ncu/profile.sh
     exit 0
     ;;
   "" | -*)
