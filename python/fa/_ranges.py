@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.compiler import is_compiling
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,6 +67,8 @@ def ranged(op: str, **places: int) -> Callable[[F], F]:
             if nvtx is None:
                 return function(*args, **options)
             given = {name: args[place] for name, place in places.items() if place < len(args)}
+            if any(is_fake(t) for t in given.values()):  # a trace that is_compiling() does not see
+                return function(*args, **options)
             nvtx.range_push(message(op, **given))
             try:
                 return function(*args, **options)

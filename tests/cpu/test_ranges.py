@@ -77,6 +77,21 @@ def test_compiled_code_has_no_ranges() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_a_trace_has_no_ranges() -> None:
+    code = (
+        RECORD
+        + """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    with FakeTensorMode():
+        q, k, v = (torch.randn(1, 4, 1, 8, requires_grad=True) for _ in range(3))
+        fa.attention(q, k, v).sum().backward()
+    assert q.grad is not None and seen == [], seen
+    """
+    )
+    done = python(code, FA_NVTX="1")
+    assert done.returncode == 0, done.stderr
+
+
 def test_without_the_variable_nothing_is_wrapped() -> None:
     assert not hasattr(functional.forward, "__wrapped__") or _ranges.WANTED
     code = (
