@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -204,6 +205,61 @@ def test_profile_says_what_it_misses(arguments: tuple[str, ...], words: str) -> 
 def test_profile_explains_itself() -> None:
     done = profile("--help")
     assert done.returncode == 0 and "FA_NCU_SET" in done.stdout and "2x8192x16" in done.stdout
+
+
+PYTHON = """#!/bin/sh
+case $* in
+  *machine.py*) exit 0 ;;
+  *one_call.py*--list*) echo sm90_fwd_row; echo sm80_fwd_row; exit 0 ;;
+esac
+exec {python} "$@"
+"""
+NCU = """#!{python}
+import sys
+from pathlib import Path
+words = sys.argv[1:]
+if "--query-metrics" in words:
+    sys.exit(0)
+if "--import" in words:
+    print({page!r})
+    sys.exit(0)
+Path({calls!r}).open("a").write(repr(words) + "\\n")
+if "regex:sm80_fwd_row" in words:
+    print("==ERROR== made up")
+    sys.exit(1)
+Path(words[words.index("-o") + 1]).touch()
+"""
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("ncu_report") is not None,
+    reason="the package ncu-report would read the report, which is a stand-in for ncu here",
+)
+def test_profile_goes_on_behind_a_row_that_fails(tmp_path: Path) -> None:
+    calls, folder = tmp_path / "calls", tmp_path / "a folder"
+    known = {"python": sys.executable, "page": fixture.page([(fixture.FORWARD, {})])}
+    for name, text in (("python", PYTHON), ("ncu", NCU)):
+        (tmp_path / name).write_text(text.format(calls=str(calls), **known))
+        (tmp_path / name).chmod(0o755)
+    path = os.pathsep.join([str(tmp_path), os.environ["PATH"]])
+    done = subprocess.run(
+        [
+            *("bash", str(ROOT / "tools" / "ncu" / "profile.sh"), "sm*", "2x512x4", "--causal"),
+            *("-o", str(folder)),
+        ],
+        env=os.environ | {"PYTHON": str(tmp_path / "python"), "PATH": path},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 2, done.stderr
+    assert "sm80_fwd_row: nothing was profiled: made up" in done.stderr
+    assert "| duration | 1250.0 µs |" in (folder / "sm90_fwd_row.md").read_text()
+    assert not (folder / "sm80_fwd_row.md").exists()
+    first = calls.read_text().splitlines()[0]
+    for words in ("'--shape', '2x512x4', '--causal'", repr(str(folder / "sm90_fwd_row.json"))):
+        assert words in first
 
 
 # --- reports and ncu itself ---------------------------------------------------------------------
