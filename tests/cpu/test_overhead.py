@@ -21,7 +21,17 @@ def test_every_entry_of_a_cpu_and_its_profile(capsys: pytest.CaptureFixture[str]
         *("sdpa.record", "sdpa.backward", "sdpa.train"),
         *("fa.record", "fa.backward", "fa.train", "fa.backward_op"),
     ]
-    assert "autograd.py" in out, "the profile names the layers of a step"
+    assert "function calls" in out and "Ordered by: internal time" in out
+
+
+def layer_of_a_call() -> None:
+    """A function whose name a profile must show."""
+
+
+def test_a_profile_counts_the_functions_behind_an_entry() -> None:
+    text = overhead.profiled(Impl("one", layer_of_a_call), calls=3)
+    (line,) = (x for x in text.splitlines() if "layer_of_a_call" in x)
+    assert line.split()[0] == "3" and "test_overhead.py" in line
 
 
 @pytest.mark.parametrize(
