@@ -177,12 +177,7 @@ def ablation(library: libfa.Library, one: Cell, tensors: tuple[Tensor, ...]) -> 
     out = torch.empty_like(tensors[0]).transpose(1, 2)
     lse = torch.empty(tensors[0].shape[:3], dtype=torch.float32, device=q.device)
     p = libfa.Params(library)
-    for name, t in (("q", q), ("k", k), ("v", v), ("out", out)):
-        p.tensor(name, t.data_ptr(), t.stride(), str(t.dtype).removeprefix("torch."))
-    p["lse.data"], p["lse.stride_batch"], p["lse.stride_head"] = lse.data_ptr(), *lse.stride()[:2]
-    for name, value in zip(("batch", "seqlen_q", "heads_q", "dim_qk"), q.shape, strict=True):
-        p[f"shape.{name}"] = value
-    p["shape.seqlen_k"], p["shape.heads_k"], p["shape.dim_v"] = k.shape[1], k.shape[2], v.shape[3]
+    p.dense(q, k, v, out, lse)
     if one.causal:
         p["mask.window_right"] = 0
     row = impls.row_of(p.explain()[p.explain().rfind("\nrow ") :])

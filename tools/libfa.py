@@ -210,6 +210,17 @@ class Params:
             self[f"{name}.stride_{part}"] = stride
         self[f"{name}.dtype"] = DTYPES[dtype]
 
+    def dense(self, q: Any, k: Any, v: Any, out: Any, lse: Any) -> None:
+        """torch's tensors of a dense forward, [B, S, H, D] and lse [B, H, S], and their shape."""
+        for name, t in (("q", q), ("k", k), ("v", v), ("out", out)):
+            self.tensor(name, t.data_ptr(), t.stride(), str(t.dtype).removeprefix("torch."))
+        self["lse.data"] = lse.data_ptr()
+        self["lse.stride_batch"], self["lse.stride_head"] = lse.stride()[:2]
+        for name, value in zip(("batch", "seqlen_q", "heads_q", "dim_qk"), q.shape, strict=True):
+            self[f"shape.{name}"] = value
+        self["shape.seqlen_k"], self["shape.heads_k"] = k.shape[1:3]
+        self["shape.dim_v"] = v.shape[3]
+
     def explain(self, op: int = FORWARD) -> str:
         """The plan of this call in words; raises Refused where there is none."""
         text = ctypes.create_string_buffer(8192)

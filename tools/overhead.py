@@ -53,12 +53,7 @@ def _c_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], A
         q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32),
     )
     p = libfa.Params(library)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("out", out)):
-        p.tensor(name, tensor.data_ptr(), tensor.stride(), str(q.dtype).removeprefix("torch."))
-    p["lse.data"], p["lse.stride_batch"], p["lse.stride_head"] = lse.data_ptr(), *lse.stride()[:2]
-    for name, value in zip(("batch", "seqlen_q", "heads_q", "dim_qk"), q.shape, strict=True):
-        p[f"shape.{name}"] = value
-    p["shape.seqlen_k"], p["shape.heads_k"], p["shape.dim_v"] = k.shape[1], k.shape[2], v.shape[3]
+    p.dense(q, k, v, out, lse)
     stream = torch.cuda.current_stream().cuda_stream
     needed, buffer, forward = ctypes.c_size_t(), p.buffer, library.c.fa_forward
     p.forward(stream)  # raises where the timed call would only return a status

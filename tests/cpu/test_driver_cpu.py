@@ -74,6 +74,28 @@ def test_params_are_initialised_and_refused_with_a_sentence(library: libfa.Libra
         p["no.such_field"] = 1
 
 
+def test_dense_tensors_fill_the_struct(library: libfa.Library) -> None:
+    q, k = torch.empty(2, 5, 6, 64, dtype=torch.float16), torch.empty(2, 7, 3, 64).half()
+    v, out = torch.empty(2, 3, 7, 32).half().transpose(1, 2), torch.empty(2, 5, 6, 32).half()
+    lse = torch.empty(2, 6, 5)
+    p = libfa.Params(library)
+    p.dense(q, k, v, out, lse)
+
+    def field(name: str) -> int:
+        offset, width = library.fields[name]
+        return int.from_bytes(p.buffer.raw[offset : offset + width], sys.byteorder)
+
+    names = ("batch", "seqlen_q", "seqlen_k", "heads_q", "heads_k", "dim_qk", "dim_v")
+    assert [field(f"shape.{name}") for name in names] == [2, 5, 7, 6, 3, 64, 32]
+    for name, t in (("q", q), ("k", k), ("v", v), ("out", out)):
+        assert field(f"{name}.data") == t.data_ptr()
+        parts = ("batch", "row", "head", "dim")
+        assert tuple(field(f"{name}.stride_{part}") for part in parts) == t.stride()
+        assert field(f"{name}.dtype") == libfa.DTYPES["float16"]
+    assert (field("lse.data"), field("lse.stride_batch")) == (lse.data_ptr(), 30)
+    assert field("lse.stride_head") == 5
+
+
 def test_every_small_case_selects_its_row(library: libfa.Library) -> None:
     """Also: the driver imports no torch and needs no GPU for plans."""
     done = subprocess.run(
