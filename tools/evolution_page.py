@@ -19,6 +19,7 @@ from pathlib import Path
 
 import evolution_lines
 import evolution_tables as tables
+import machine
 from evolution_lines import Line, chosen
 from evolution_tables import PageError, Words, column, columns, main_dim, words_of
 
@@ -158,7 +159,7 @@ def pages(lines: list[Line]) -> dict[Path, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 1 with --check where a page does not follow from the results; 2: no results."""
+    """Exit status 1 with --check where a page is stale; 2: no results, or no plots."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, compare")
     parser.add_argument("--results", type=Path, default=RESULTS, help="the lines to use")
@@ -186,6 +187,7 @@ def main(arguments: list[str] | None = None) -> int:
         for path in stale:
             print(f"{path} does not follow from {options.results}: run tools/evolution_page.py.")
         return 1 if stale else 0
+    machine.require_matplotlib("evolution_page.py")
     for path, text in made.items():
         path.write_text(text)
     plots(lines, ROOT / "docs" / "results")

@@ -11,6 +11,7 @@ A tool that needs a GPU calls `require_gpu` first, so that all of them say the s
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,17 @@ def require_gpu(tool: str, instead: str = "", torch_too: bool = False) -> None:
             f"{tool} needs a CUDA GPU, and none can be used here: {reason}{end}.", file=sys.stderr
         )
         raise SystemExit(NO_GPU)
+
+
+def require_matplotlib(tool: str) -> None:
+    """Ends the program with status 2 and one sentence where no plot can be drawn."""
+    if importlib.util.find_spec("matplotlib") is None:
+        print(
+            f"{tool} needs matplotlib, which is not installed: pip install matplotlib. "
+            "Nothing was written.",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
 
 
 # --- clocks and temperature ---------------------------------------------------------------------

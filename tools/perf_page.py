@@ -14,6 +14,7 @@ import argparse
 import sys
 from pathlib import Path
 
+import machine
 from bench_cells import Record, by_cell, column, read_lines
 from bench_tables import columns_of, forward_table, other_table
 
@@ -118,7 +119,7 @@ def plot(lines: list[Record], path: Path) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status 1 with --check where the page does not follow from the results."""
+    """Exit status 1 with --check where the page is not what the results give; 2: no plots."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing, compare")
     options = parser.parse_args(arguments)
@@ -130,8 +131,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{PAGE} is older than {RESULTS}: run python3 tools/perf_page.py.")
             return 1
         return 0
+    plotted = any(line["op"] == "forward" for line in lines)
+    if plotted:
+        machine.require_matplotlib("perf_page.py")
     PAGE.write_text(wanted)
-    if any(line["op"] == "forward" for line in lines):
+    if plotted:
         plot(lines, PLOT)
     return 0
 

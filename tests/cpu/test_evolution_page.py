@@ -14,6 +14,8 @@ import docs_links
 import evolution_lines
 import evolution_page
 import evolution_tables as tables
+import machine
+import perf_page
 from evolution_lines import Line, line
 
 COMMON: dict[str, Any] = {
@@ -193,3 +195,21 @@ def test_plots_are_drawn(tmp_path: Path) -> None:
     evolution_page.plots(lines(), tmp_path)
     for name in evolution_page.PLOTS:
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("tool", [evolution_page, perf_page])
+def test_without_matplotlib_nothing_is_written(
+    tool: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    results, page = tmp_path / "lines.jsonl", tmp_path / "page.md"
+    evolution_lines.write(results, lines())
+    monkeypatch.setattr(perf_page, "PAGE", page)
+    page.write_text(f"{perf_page.BEGIN}\nold\n{perf_page.END}\n")
+    story = tmp_path / "story.md"
+    monkeypatch.setattr(evolution_page, "pages", lambda made: {story: "text"})
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit) as stop:
+        tool.main([] if tool is perf_page else ["--results", str(results)])
+    assert stop.value.code == 2
+    assert "needs matplotlib" in capsys.readouterr().err
+    assert "old" in page.read_text() and not story.exists()
