@@ -66,6 +66,11 @@ struct FwdTypes {
   // registers.
   static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;
 
+  static constexpr bool kChecked = kConfig.rescale == Rescale::kChecked;
+  static constexpr bool kExact = kConfig.rescale == Rescale::kExact;
+  // Row sums are touched once a block: beside a wide O their registers are worth more.
+  static constexpr bool kSumsInShared = kExact && kWideOutput;
+
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kForward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
                 "Hopper forward rows have one dtype for q, k and v");
@@ -80,9 +85,8 @@ struct FwdTypes {
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.step == (kFp8 ? StepKind::kSerial : StepKind::kOverlap),
                 "16-bit rows overlap the products of two key blocks, e4m3 rows do not");
-  static_assert(kConfig.rescale == Rescale::kAlways ||
-                    (kConfig.rescale == Rescale::kChecked && !kFp8),
-                "rescale is always or, in 16-bit rows, checked");
+  static_assert(kConfig.rescale == Rescale::kAlways || ((kChecked || kExact) && !kFp8),
+                "rescale is always or, in 16-bit rows, checked or exact");
   static_assert(!kOutputOverQ || (kDimV <= kDimQk && !kFp8),
                 "O can reuse Q's buffer only if it is no wider");
 

@@ -24,10 +24,11 @@ struct FwdSmem {
   alignas(kSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
   alignas(kSmemAlign) E v[cute::cosize_v<typename T::LayoutVt>];
   // 16-bit numbers, panels of kOutPanel columns as in a 16-bit Q, one slot
-  alignas(kSmemAlign) uint16_t o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];
+  alignas(T::kOwnOutput ? kSmemAlign : 16) uint16_t o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];
   SlotBarriers<T::kQSlots> q_slots;
   SlotBarriers<T::kStages> k_slots, v_slots;
   SlotBarriers<kTileSlots> tile_slots;
+  float row_sums[T::kSumsInShared ? 2 : 1][T::kSumsInShared ? 32 * T::kConsumerWarps : 1];
   FwdTile tiles[kTileSlots];
 
   // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·kOutPanel.

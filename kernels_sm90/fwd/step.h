@@ -4,7 +4,9 @@
 #pragma once
 
 #include "kernels_sm90/common/checked_softmax.h"
+#include "kernels_sm90/common/exact_softmax.h"
 #include "kernels_sm90/fwd/epilogue.h"
+#include "kernels_sm90/fwd/scrub.h"
 
 namespace fa::sm90 {
 
@@ -17,10 +19,10 @@ class FwdStep {
   using E = typename T::E;
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
-  static constexpr bool kChecked = T::kConfig.rescale == Rescale::kChecked;
+  static constexpr bool kChecked = T::kChecked, kExact = T::kExact;
   // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
   // thread.
-  static constexpr bool kRescaleLate = T::kWideOutput && !kChecked;
+  static constexpr bool kRescaleLate = T::kWideOutput && !kChecked && !kExact;
 
  public:
   static constexpr bool kCarry = T::kCarry;
@@ -46,7 +48,7 @@ class FwdStep {
       first_alone(n, score);
     CUTE_UNROLL
     for (int i = 0; i < cute::size(o_); ++i) o_(i) = 0.f;
-    pack_probabilities();
+    if constexpr (!kExact) pack_probabilities();
     if (tile().scrub_first) scrub(n);
   }
 
@@ -62,12 +64,18 @@ class FwdStep {
     release(smem_.k_slots, k_at_);
     transform_scores(n, score);
     if constexpr (Edge::kMasked) mask_scores(n);
-    if constexpr (!kChecked) update();
+    int top[2];
+    if constexpr (kExact)
+      find_max(top);
+    else if constexpr (!kChecked)
+      update();
     wait_products<0>();  // O is there, P's registers are free
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
     if constexpr (kChecked) {
       update_checked();
+    } else if constexpr (kExact) {
+      update_exact<false>(top);
     } else {
       if constexpr (!kRescaleLate) rescale_output();
       pack_probabilities();
@@ -138,7 +146,13 @@ class FwdStep {
     softmax_.reset();
     transform_scores(n, score);
     mask_scores(n);
-    update();
+    if constexpr (kExact) {
+      int top[2];
+      find_max(top);
+      update_exact<true>(top);
+    } else {
+      update();
+    }
   }
 
   template <class Score>
@@ -155,10 +169,15 @@ class FwdStep {
     softmax_.reset();
     transform_scores(n, score);
     mask_scores(n);
-    update();
+    int top[2];
+    if constexpr (kExact)
+      find_max(top);
+    else
+      update();
     wait_products<0>();
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
+    if constexpr (kExact) update_exact<true>(top);  // O is still that of the tile before
     store_pending(done);
   }
 
@@ -175,6 +194,7 @@ class FwdStep {
 
   FA_DEVICE void store_pending(OnlineSoftmax<2>& softmax) {
     const int slot = kCarry ? pending_slot_ : tile_slot_;
+    if constexpr (T::kSumsInShared) softmax.sum[0] = row_sum(0), softmax.sum[1] = row_sum(1);
     epilogue_.store(o_, softmax, smem_.tiles[slot], smem_.output_rows(q_at_.slot(), 0));
     if constexpr (T::kOutputOverQ) {
       epilogue_.drain();
@@ -199,9 +219,17 @@ class FwdStep {
     at.advance();
   }
 
+  // Beside a wide O the compiler would keep the descriptors of all steps of Q ahead of the loop, in
+  // registers that it does not have.
+  FA_DEVICE static int opaque_zero() {
+    int zero = 0;
+    if constexpr (T::kWideOutput && kExact) asm volatile("mov.u32 %0, 0;" : "=r"(zero));
+    return zero;
+  }
+
   FA_DEVICE void issue_qk() {
     mbarrier_wait(&smem_.k_slots.full[k_at_.slot()], k_at_.parity());
-    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q),
+    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q + opaque_zero()),
                                typename T::LayoutQ{});  // (tile_m, dim_qk, slot)
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k),
                                typename T::LayoutK{});  // (tile_n, dim_qk, stage)
@@ -291,6 +319,38 @@ class FwdStep {
     softmax_.sum[1] += sums[1];
   }
 
+  FA_DEVICE void find_max(int (&top)[2]) {
+    auto view = acc_view(s_);
+    ExactSoftmax::find(softmax_, view, top);
+  }
+
+  // Scores to packed probabilities with the maximum of every block. kFirst: there is no sum and no
+  // O of this tile yet.
+  template <bool kFirst>
+  FA_DEVICE void update_exact(const int (&top)[2]) {
+    auto view = acc_view(s_);
+    if (ExactSoftmax::adopt(softmax_, view, top, scale_log2_) && !kFirst) rescale();
+    auto packed = cute::recast<uint32_t>(p_);
+    float sums[2];
+    ExactSoftmax::probabilities<T::kConfig.dtype>(softmax_, s_, packed, scale_log2_, sums);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) row_sum(r) = kFirst ? sums[r] : row_sum(r) + sums[r];
+  }
+
+  FA_DEVICE float& row_sum(int r) {
+    if constexpr (T::kSumsInShared)
+      return smem_.row_sums[r][thread_.index()];
+    else
+      return softmax_.sum[r];
+  }
+
+  // O and the row sums to a new maximum.
+  FA_DEVICE void rescale() {
+    rescale_output();
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) row_sum(r) *= softmax_.alpha[r];
+  }
+
   FA_DEVICE void rescale_output() {
     auto view = acc_view(o_);  // (2, dim_v / 4)
     CUTE_UNROLL
@@ -308,22 +368,11 @@ class FwdStep {
       packed.data()[i] = pack_pair<T::kConfig.dtype>(s_.data()[2 * i], s_.data()[2 * i + 1]);
   }
 
-  // Zeros V's rows outside [keys_lo, keys_hi) in shared memory; a row is 128 (64) bytes of each
-  // panel, whatever the swizzle. Nothing is in flight here and no turn is held.
-  FA_DEVICE static void scrub_rows(E* tile, int first, int end, int thread) {
-    constexpr int kChunks = T::kPanel / 8;  // of 16 bytes
-    for (int row = thread / kChunks; row < T::kTileN;
-         row += T::kConsumers * kWarpgroupThreads / kChunks) {
-      if (row >= first && row < end) continue;
-      for (int panel = 0; panel < T::kDimV / T::kPanel; ++panel)
-        reinterpret_cast<uint4*>(tile + (panel * T::kTileN + row) * T::kPanel)[thread % kChunks] =
-            uint4{0, 0, 0, 0};
-    }
-  }
+  // Nothing is in flight here and no turn is held.
   FA_DEVICE void scrub(int n) {
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
-    scrub_rows(smem_.v + v_at_.slot() * T::kTileN * T::kDimV, tile().keys_lo - n * T::kTileN,
-               tile().keys_hi - n * T::kTileN, thread_.index());
+    scrub_rows<Row>(smem_.v + v_at_.slot() * T::kTileN * T::kDimV, tile().keys_lo - n * T::kTileN,
+                    tile().keys_hi - n * T::kTileN, thread_.index());
     fence_async_shared();
     sync<T::kConsumers * kWarpgroupThreads>(Barrier::kScrub);
   }
