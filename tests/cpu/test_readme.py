@@ -146,6 +146,7 @@ def test_the_backward_and_the_dtypes_of_the_feature_table() -> None:
     assert "e4m3" in dtypes[1] and "e4m3" not in dtypes[2]
     for dtype in (torch.float16, torch.bfloat16):
         assert runs("sm90", dtype=dtype) and runs("sm80", dtype=dtype)
+    assert runs("sm90", dtype=fp8, softcap=1.0) and runs("sm90", dtype=fp8, **MEANS["ALiBi"][0])
     assert runs("sm90", dtype=fp8, q_descale=torch.ones(1)) and not runs("sm80", dtype=fp8)
 
 
@@ -160,8 +161,6 @@ def test_what_the_readme_says_refuses_does() -> None:
         lambda: runs("sm90", dtype=torch.float8_e5m2, forced=False),
         lambda: runs("sm90", dtype=bf16, kv_dtype=fp8, forced=False),
         lambda: runs("sm90", dtype=fp8, forced=False, num_splits=2),
-        lambda: runs("sm90", dtype=fp8, forced=False, softcap=1.0),
-        lambda: runs("sm90", dtype=fp8, forced=False, alibi_slopes=torch.zeros(4)),
         lambda: runs("sm90", dtype=fp8, forced=False, dropout_p=0.5),
         lambda: runs(
             "sm90", dtype=fp8, forced=False, k_descale=torch.ones(2, 2, 1), descale_block_k=8
