@@ -29,14 +29,15 @@ PROFILES = ("dev", "release", "full", "lab")  # each contains the ones before it
 PROFILE_BUDGET_S = {"dev": 360, "release": 3600, "full": 3600}
 
 # Column value -> C++ enumerator of kernels_common/host/kernel_config.h.
+LOADERS = {"tma": "LoadKind::kTma", "cpasync": "LoadKind::kCpAsync", "paged": "LoadKind::kPaged"}
 ENUMS: dict[str, dict[str, str]] = {
     "op": {"fwd": "Op::kForward", "bwd": "Op::kBackward"},
     "dtype": {"fp16": "DType::kFp16", "bf16": "DType::kBf16", "e4m3": "DType::kE4m3"},
     "kv_dtype": {"fp16": "DType::kFp16", "bf16": "DType::kBf16", "e4m3": "DType::kE4m3"},
     "mask": {"none": "MaskKind::kNone", "band": "MaskKind::kBand"},
     "score": {"scale": "ScoreKind::kScale", "any": "ScoreKind::kAny"},
-    "kv": {"tma": "LoadKind::kTma", "cpasync": "LoadKind::kCpAsync", "paged": "LoadKind::kPaged"},
-    "q": {"tma": "LoadKind::kTma", "cpasync": "LoadKind::kCpAsync", "paged": "LoadKind::kPaged"},
+    "kv": LOADERS | {"selftma": "LoadKind::kSelfTma"},
+    "q": LOADERS,
     "sched": {"static": "SchedKind::kStatic", "dynamic": "SchedKind::kDynamic"},
     "step": {"overlap": "StepKind::kOverlap", "serial": "StepKind::kSerial"},
 }

@@ -8,11 +8,12 @@ namespace fa {
 enum class Op : int { kForward = 1, kBackward = 2, kCombine = 3, kAppendKv = 4 };
 enum class DType : int { kFp16 = 1, kBf16 = 2, kE4m3 = 3, kFp32 = 4 };
 
-enum class MaskKind : int { kNone = 0, kBand = 1 };                // column `mask`
-enum class ScoreKind : int { kScale = 0, kAny = 1 };               // column `score`
-enum class LoadKind : int { kTma = 0, kCpAsync = 1, kPaged = 2 };  // columns `kv` and `q`
-enum class SchedKind : int { kStatic = 0, kDynamic = 1 };          // column `sched`
-enum class StepKind : int { kOverlap = 0, kSerial = 1 };           // column `step`
+enum class MaskKind : int { kNone = 0, kBand = 1 };   // column `mask`
+enum class ScoreKind : int { kScale = 0, kAny = 1 };  // column `score`
+// Columns `kv` and `q`. kSelfTma: a thread that computes requests the tiles.
+enum class LoadKind : int { kTma = 0, kCpAsync = 1, kPaged = 2, kSelfTma = 3 };
+enum class SchedKind : int { kStatic = 0, kDynamic = 1 };  // column `sched`
+enum class StepKind : int { kOverlap = 0, kSerial = 1 };   // column `step`
 
 // Columns `knobs`: key=value, each a policy.
 enum class Turns : int { kNone = 0, kGemm = 1 };

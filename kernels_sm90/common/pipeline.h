@@ -68,16 +68,17 @@ FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 #endif
 }
 
-// `full`: one arrival (the producer's lane) plus the bytes of the load; consumers wait.
+// `full`: one arrival (the producer's lane) plus the bytes of the load, or one of every thread that
+// copies; consumers wait.
 // `empty`: one arrival per consumer warp; the producer waits.
 template <int kSlots>
 struct SlotBarriers {
   uint64_t full[kSlots];
   uint64_t empty[kSlots];
 
-  FA_DEVICE void init(int readers) {
+  FA_DEVICE void init(int readers, int writers = 1) {
     for (int i = 0; i < kSlots; ++i) {
-      mbarrier_init(&full[i], 1);
+      mbarrier_init(&full[i], writers);
       mbarrier_init(&empty[i], readers);
     }
   }

@@ -80,11 +80,20 @@ struct FwdTypes {
                 "head dims of a row are multiples of 32 (e4m3: 64)");
   static_assert(kTileN % (kFp8 ? 32 : 16) == 0 && kTileN <= 256,
                 "tile_n is a multiple of 16 (e4m3: 32), at most 256");
-  static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma,
-                "only TMA loaders exist on Hopper");
+  // Loaders of an ablation's rows: K and V by cp.async of two warps; no warp loads for the others.
+  static constexpr bool kCopied = kConfig.kv == LoadKind::kCpAsync;
+  static constexpr bool kSelfLoad = kConfig.kv == LoadKind::kSelfTma;
+  static_assert((kConfig.kv == LoadKind::kTma || kCopied || kSelfLoad) &&
+                    kConfig.q == LoadKind::kTma,
+                "kv is tma, or in an ablation's row cpasync or selftma; q is tma");
+  static_assert(!kSelfLoad ||
+                    (!kFp8 && kStages == 2 && kQSlots == 2 && kConfig.mask == MaskKind::kNone),
+                "kv=selftma serves unmasked 16-bit rows of two stages and two slots of Q");
+  static_assert(!kCopied || (!kFp8 && kWholePanels && kConfig.mask == MaskKind::kNone),
+                "kv=cpasync serves unmasked 16-bit rows of whole panels");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.step == (kFp8 ? StepKind::kSerial : StepKind::kOverlap),
-                "16-bit rows overlap the products of two key blocks, e4m3 rows do not");
+  static_assert(!kFp8 || kConfig.step == StepKind::kSerial,
+                "e4m3 rows do not overlap the products of two key blocks");
   static_assert(kConfig.rescale == Rescale::kAlways || ((kChecked || kExact) && !kFp8),
                 "rescale is always or, in 16-bit rows, checked or exact");
   static_assert(!kOutputOverQ || (kDimV <= kDimQk && !kFp8),

@@ -21,9 +21,12 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
   using T = FwdTypes<Row>;
   if (threadIdx.x == 0) {
     smem.q_slots.init(T::kConsumerWarps);
-    smem.k_slots.init(T::kConsumerWarps);
-    smem.v_slots.init(T::kConsumerWarps);
-    smem.tile_slots.init(T::kConsumerWarps + 1);  // and the loader
+    constexpr int kWriters = T::kCopied ? CopyKv<Row>::kThreads : 1;
+    smem.k_slots.init(T::kConsumerWarps, kWriters);
+    smem.v_slots.init(T::kConsumerWarps, kWriters);
+    constexpr int kLoaders = T::kCopied ? 3 : T::kSelfLoad ? 0 : 1;  // that read descriptions
+    smem.tile_slots.init(T::kConsumerWarps + kLoaders);
+    if constexpr (T::kSelfLoad) smem.self = {};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
   }
@@ -38,6 +41,7 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
   using T = FwdTypes<Row>;
   using Step = std::conditional_t<T::kFp8, Fp8Step<Row>, FwdStep<Row>>;
   Step step(smem, params.args, params.out, thread);
+  if constexpr (T::kSelfLoad) step.bring(params.q, params.k, params.v);
   for (typename T::template Cursor<T::kTight, kTileSlots> at{0};; at.advance()) {
     const int slot = at.slot();
     mbarrier_wait(&smem.tile_slots.full[slot], at.parity());
@@ -85,7 +89,16 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (role_of(warpgroup) == Role::kProducer) {
     shrink_registers<Budget::kProducer>();
-    if (threadIdx.x == 0) {
+    if constexpr (T::kCopied) {
+      if (threadIdx.x == 0)
+        produce_q<Row>(smem, TmaQ<Row>{params.q, smem});
+      else if (threadIdx.x == 32)
+        schedule<Row>(params.args, smem);
+      else if (threadIdx.x >= 64)
+        copy_kv<Row>(params.args, smem, threadIdx.x - 64);
+    } else if constexpr (T::kSelfLoad) {
+      if (threadIdx.x == 32) schedule<Row>(params.args, smem);
+    } else if (threadIdx.x == 0) {
       tma_prefetch_map(params.q);
       tma_prefetch_map(params.k);
       tma_prefetch_map(params.v);

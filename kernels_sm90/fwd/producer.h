@@ -3,6 +3,7 @@
 // tiles and ranges as the consumers.
 #pragma once
 
+#include "kernels_sm90/fwd/copy_kv.h"
 #include "kernels_sm90/fwd/kv_loader.h"
 #include "kernels_sm90/fwd/q_loader.h"
 
@@ -60,6 +61,42 @@ FA_DEVICE void produce(FwdSmem<Row>& smem, TmaQ<Row> q, TmaKv<Row> kv) {
     if (tile.last) return;
     if (tile.has_work()) load_tile<Row>(tile, q, kv);
     mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
+  }
+}
+
+// The same without TMA for K and V: one lane brings Q, two warps copy.
+template <class Row>
+FA_DEVICE void produce_q(FwdSmem<Row>& smem, TmaQ<Row> q) {
+  for (SlotCursor<kTileSlots> at{0};; at.advance()) {
+    mbarrier_wait(&smem.tile_slots.full[at.slot()], at.parity());
+    const FwdTile& tile = smem.tiles[at.slot()];
+    if (tile.last) return;
+    if (tile.has_work()) q.load(tile);
+    mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
+  }
+}
+
+template <class Row>
+FA_DEVICE void copy_kv(const FwdArgs& args, FwdSmem<Row>& smem, int thread) {
+  CopyKv<Row> kv(args, smem, thread);
+  for (SlotCursor<kTileSlots> at{0};; at.advance()) {
+    mbarrier_wait(&smem.tile_slots.full[at.slot()], at.parity());
+    const FwdTile& tile = smem.tiles[at.slot()];
+    if (tile.last) return;
+    if (tile.has_work()) {
+      const int begin = tile.range.begin;
+      int n = tile.range.end - 1;
+      kv.load_k(tile, n);
+#pragma unroll 1
+      for (; n > begin; --n) {
+        kv.load_k(tile, n - 1);
+        kv.load_v(tile, n);
+      }
+      kv.load_v(tile, n);
+      kv.flush();
+    }
+    __syncwarp();  // one lane speaks for its warp: all of it has read the description
+    if (thread % 32 == 0) mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
   }
 }
 

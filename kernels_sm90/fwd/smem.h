@@ -15,6 +15,15 @@ inline constexpr int kSmemLimit = 232448;  // bytes a thread block may use
 inline constexpr int kTileSlots = 4;
 inline constexpr int kSmemAlign = 1024;  // of a tile with 128-byte swizzle
 
+// Where a thread that loads beside its other work has got to; kept off its registers.
+template <class Row>
+struct SelfLoadState {
+  SlotCursor<FwdTypes<Row>::kQSlots> q_at{1};
+  SlotCursor<FwdTypes<Row>::kStages> k_at{1}, v_at{1};
+  const TensorMap *q, *k, *v;
+};
+struct NoSelfLoadState {};
+
 template <class Row>
 struct FwdSmem {
   using T = FwdTypes<Row>;
@@ -30,6 +39,7 @@ struct FwdSmem {
   SlotBarriers<kTileSlots> tile_slots;
   float row_sums[T::kSumsInShared ? 2 : 1][T::kSumsInShared ? 32 * T::kConsumerWarps : 1];
   FwdTile tiles[kTileSlots];
+  [[no_unique_address]] std::conditional_t<T::kSelfLoad, SelfLoadState<Row>, NoSelfLoadState> self;
 
   // Where the 16 rows of one warp go before the TMA store: panel p at + p·tile_m·kOutPanel.
   FA_DEVICE uint16_t* output_rows(int q_slot, int warp) {

@@ -7,6 +7,7 @@
 #include "kernels_sm90/common/exact_softmax.h"
 #include "kernels_sm90/fwd/epilogue.h"
 #include "kernels_sm90/fwd/scrub.h"
+#include "kernels_sm90/fwd/self_loads.h"
 
 namespace fa::sm90 {
 
@@ -23,6 +24,8 @@ class FwdStep {
   // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
   // thread.
   static constexpr bool kRescaleLate = T::kWideOutput && !kChecked && !kExact;
+  // P·V that runs on while the softmax of the next block begins; none in an ablation's row.
+  static constexpr int kBeside = T::kConfig.step == StepKind::kOverlap ? 1 : 0;
 
  public:
   static constexpr bool kCarry = T::kCarry;
@@ -37,7 +40,17 @@ class FwdStep {
     turns_.begin();
   }
 
-  FA_DEVICE void begin(int tile_slot) { tile_slot_ = tile_slot; }
+  FA_DEVICE void begin(int tile_slot) {
+    tile_slot_ = tile_slot;
+    if constexpr (T::kSelfLoad) {
+      if (thread_.index() == 0) SelfLoads<Row>{smem_}.begin_tile(tile());
+      __syncwarp();
+    }
+  }
+
+  FA_DEVICE void bring(const TensorMap& q, const TensorMap& k, const TensorMap& v) {
+    if (thread_.index() == 0) SelfLoads<Row>{smem_}.bring(q, k, v);
+  }
 
   template <class Score>
   FA_DEVICE void first(int n, Score score) {
@@ -49,6 +62,7 @@ class FwdStep {
     CUTE_UNROLL
     for (int i = 0; i < cute::size(o_); ++i) o_(i) = 0.f;
     if constexpr (!kExact) pack_probabilities();
+    load_after(n);
     if (tile().scrub_first) scrub(n);
   }
 
@@ -59,7 +73,7 @@ class FwdStep {
     if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V(n+1)
     turns_.pass_turn();
-    wait_products<1>();  // S is there
+    wait_products<kBeside>();  // S is there
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
     transform_scores(n, score);
@@ -80,6 +94,7 @@ class FwdStep {
       if constexpr (!kRescaleLate) rescale_output();
       pack_probabilities();
     }
+    load_after(n);
   }
 
   FA_DEVICE void last() {
@@ -162,7 +177,7 @@ class FwdStep {
     if constexpr (kRescaleLate) rescale_output();
     issue_pv();  // O += P · V of the tile before
     turns_.pass_turn();
-    wait_products<1>();
+    wait_products<kBeside>();
     cute::warpgroup_fence_operand(s_);
     release(smem_.k_slots, k_at_);
     OnlineSoftmax<2> done = softmax_;
@@ -203,6 +218,13 @@ class FwdStep {
     }
     retire(slot);
     pending_slot_ = -1;
+  }
+
+  FA_DEVICE void load_after(int n) {
+    if constexpr (T::kSelfLoad) {
+      if (thread_.index() == 0) SelfLoads<Row>{smem_}.after(tile(), n);
+      __syncwarp();
+    }
   }
 
   // Row of the tile that belongs to view row 0 of this thread.
