@@ -65,7 +65,8 @@ def cell_of(row: libfa.Row, shape: tuple[int, int, int] | None, causal: bool) ->
 def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
     """The call, warmed up and then in its range; a sentence where another row would serve it.
 
-    The range is also where CUDA's profiler is on, for an ncu that does not see NVTX.
+    The range is also where CUDA's profiler is on, for an ncu that does not see NVTX. A range
+    belongs to a thread, so autograd has to launch its kernels from this one.
     """
     import torch  # not for a mere list of rows
 
@@ -81,7 +82,7 @@ def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
             "GPU that this row is for."
         )
     impl = bench_impls.trained(cell, tensors, impl)
-    with impl.context():
+    with impl.context(), torch.autograd.set_multithreading_enabled(False):
         for _ in range(WARM_UP):
             impl.call()
         torch.cuda.synchronize()
