@@ -42,7 +42,10 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
         *("docs/schedules/hopper_backward.md", "docs/schedules/ampere_forward.md"),
         "docs/schedules/ampere_backward.md",
     ),
-    "Measured": ("docs/performance.md", "docs/results/resources.md", "docs/measuring.md"),
+    "Measured": (
+        *("docs/performance.md", "docs/evolution.md", "docs/evolution.zh.md"),
+        *("docs/results/resources.md", "docs/measuring.md"),
+    ),
     "Changing it": ("CONTRIBUTING.md", "docs/adding.md", "CHANGELOG.md", "THIRD_PARTY.md"),
 }
 LANGUAGES = {".py": "python", ".h": "cpp", ".cpp": "cpp", ".cu": "cpp", ".sh": "bash", ".c": "c"}

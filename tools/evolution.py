@@ -159,7 +159,12 @@ class Evolution:
         sample_ms = 2.0 if self.cuda else 0.1
         timer = timers.Timer(self.options.device)
         failed = timers.time_interleaved(usable, timer, self.options.repeats, sample_ms)
-        self.notes += [f"{one.name}: {name}: {why}" for name, why in failed.items()]
+        failures = [f"{one.name}: {name} was not timed: {why}" for name, why in failed.items()]
+        self.notes += failures
+        for impl in candidates:  # what was tried and failed, most of all for want of memory
+            note = next((text for text in notes + failures if f": {impl.name} " in text), None)
+            if note:
+                self.add("absent", one, impl.name, row=impl.row, note=note)
         timed = {
             impl.name: (impl.row, [impl.quantile(share) for share in (0.5, 0.2, 0.8)])
             for impl in usable

@@ -54,6 +54,9 @@ class Moved:
     def __add__(self, other: Moved) -> Moved:
         return Moved(self.read + other.read, self.written + other.written)
 
+    def __rmul__(self, times: int) -> Moved:
+        return Moved(times * self.read, times * self.written)
+
 
 # --- standard attention -------------------------------------------------------------------------
 
@@ -82,15 +85,16 @@ def standard(shape: Shape) -> Moved:
 def standard_backward(shape: Shape) -> Moved:
     """DRAM bytes of its gradients by autograd, P kept by the forward; each kernel from cold caches.
 
-    dV = Pᵀ dO; dP = dO Vᵀ; dS = P (dP − row sums of P dP); masked again; dQ = dS K; dK = dSᵀ Q; and
-    the scale times dQ and dK, where autograd applies it.
+    dV = Pᵀ dO; dP = dO Vᵀ; P dP, which torch stores before it subtracts P times its row sums for
+    dS; masked again; dQ = dS K; dK = dSᵀ Q; and the scale times dQ and dK, where autograd applies
+    it.
     """
     e, square = shape.element, shape.count * shape.length**2
     operand = shape.rows * shape.dim * e
     pairs = square * e
     moved = Moved(pairs + operand, operand)  # dV
     moved += Moved(2 * operand, pairs)  # dP
-    moved += Moved(2 * pairs, pairs)  # dS
+    moved += 2 * Moved(2 * pairs, pairs)  # P dP, dS
     if shape.causal:
         moved += Moved(pairs + shape.length**2, pairs)
     moved += Moved(2 * (pairs + operand), 2 * operand)  # dQ, dK

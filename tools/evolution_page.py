@@ -43,6 +43,7 @@ def blocks(lines: list[Line], words: Words) -> dict[str, list[str]]:
         "time backward": tables.time_table(lines, words, "backward", False, dim),
         "memory forward": tables.memory_table(lines, words, "forward", dim),
         "memory backward": tables.memory_table(lines, words, "backward", dim),
+        "memory line": tables.memory_line(lines, words),
         "dram": tables.bytes_table(lines, words, "dram"),
         "l2": tables.bytes_table(lines, words, "l2"),
         "errors": tables.error_table(lines, words),
@@ -90,11 +91,14 @@ def plots(lines: list[Line], folder: Path) -> None:
                 points = sorted((one["seqlen"], value(one)) for one in mine if value(one))
                 if not points:
                     continue
-                (drawn,) = axis.plot(*zip(*points, strict=True), "o-", label=words[label])
+                color = f"C{tables.ORDER.index(label)}"
+                axis.plot(*zip(*points, strict=True), "o-", color=color, label=words[label])
                 model = sorted((o["seqlen"], o[formula]) for o in mine if formula and o[formula])
                 if model:
-                    axis.plot(*zip(*model, strict=True), "--", color=drawn.get_color(), alpha=0.6)
+                    axis.plot(*zip(*model, strict=True), "--", color=color, alpha=0.6)
             axis.set_xscale("log", base=2)
+            lengths = sorted({one["seqlen"] for one in some})
+            axis.set_xticks(lengths, [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths])
             axis.set_yscale("log")
             axis.set_title(title, fontsize=9)
             axis.set_xlabel("sequence length")

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from evolution_lines import Line, chosen
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = ("standard", "fa1", "fa2", "fa3")
+ORDER = (*NAMES, "fa3 e4m3")  # of columns
 FP8 = "float8_e4m3fn"
 TOKENS = 16384  # of a call in the tables of equal tokens
 AGREES = 0.25  # a counted figure further from its formula is marked
+OUT_OF_MEMORY = "OutOfMemoryError"  # in the note of a call that did not fit
 Words = dict[str, str]
 
 
@@ -50,8 +53,7 @@ def column(one: Line) -> str:
 def columns(lines: Iterable[Line]) -> list[str]:
     """In the order of history."""
     found = {column(one) for one in lines}
-    order = [*NAMES, "fa3 e4m3"]
-    return [name for name in order if name in found]
+    return [name for name in ORDER if name in found]
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -101,15 +103,42 @@ def machine_line(lines: list[Line], words: Words) -> list[str]:
 
 def time_table(lines: list[Line], words: Words, op: str, causal: bool, dim: int) -> list[str]:
     """Milliseconds, TFLOP/s and the gain over standard attention, by length."""
-    return _times(whole(lines, "time", op=op, causal=causal, head_dim=dim), words)
+    return _times(lines, whole(lines, "time", op=op, causal=causal, head_dim=dim), words)
 
 
 def short_table(lines: list[Line], words: Words, dim: int) -> list[str]:
     """The same of single short sequences."""
-    return _times([one for one in chosen(lines, "time", head_dim=dim) if is_short(one)], words)
+    wanted = [one for one in chosen(lines, "time", head_dim=dim) if is_short(one)]
+    return _times(lines, wanted, words)
 
 
-def _times(wanted: list[Line], words: Words) -> list[str]:
+def _missing(lines: list[Line], cells: dict[str, Line], name: str, words: Words) -> str:
+    """What stands where a generation has no figure in a cell in which others have one."""
+    one = next(iter(cells.values()))
+    same = {field: one[field] for field in ("op", "causal", "head_dim", "batch", "seqlen")}
+    notes = [line["note"] for line in chosen(lines, "absent", **same) if column(line) == name]
+    return words["no_memory"] if any(OUT_OF_MEMORY in note for note in notes) else "–"
+
+
+def memory_line(lines: list[Line], words: Words) -> list[str]:
+    """What the allocator said about calls that did not fit, one sentence for the first of them."""
+    for one in chosen(lines, "absent"):
+        found = [re.search(pattern, one["note"]) for pattern in _ALLOCATOR]
+        if OUT_OF_MEMORY in one["note"] and all(found):
+            asked, capacity, held = (match[1] for match in found if match)
+            call = f"{words[column(one)]}, {words[one['op']]}, N = {one['seqlen']}"
+            return [words["did_not_fit"].format(call, held, asked, capacity)]
+    return []
+
+
+_ALLOCATOR = (
+    r"Tried to allocate ([\d.]+ \w+)",
+    r"total capacity of ([\d.]+ \w+)",
+    r"([\d.]+ \w+) is allocated by PyTorch",
+)
+
+
+def _times(lines: list[Line], wanted: list[Line], words: Words) -> list[str]:
     names = columns(wanted)
     rows = [[words["length"], *(words[name] for name in names)]]
     for length, cells in by_length(wanted).items():
@@ -117,7 +146,7 @@ def _times(wanted: list[Line], words: Words) -> list[str]:
         for name in names:
             one = cells.get(name)
             if one is None:
-                texts.append("–")
+                texts.append(_missing(lines, cells, name, words))
                 continue
             times = gain(cells, name)
             more = f", {words['faster'].format(times)}" if times and name != "standard" else ""
@@ -134,9 +163,12 @@ def memory_table(lines: list[Line], words: Words, op: str, dim: int) -> list[str
     for length, cells in by_length(wanted).items():
         texts = []
         for name in names:
-            one = cells.get(name, {})
-            text = size(one.get("peak_bytes"))
-            if one.get("model_memory"):
+            one = cells.get(name)
+            if one is None:
+                texts.append(_missing(lines, cells, name, words))
+                continue
+            text = size(one["peak_bytes"])
+            if one["model_memory"]:
                 text += f" ({size(one['model_memory'])})"
             texts.append(text)
         rows.append([str(length), *texts])
@@ -151,14 +183,13 @@ def bytes_table(lines: list[Line], words: Words, border: str) -> list[str]:
             for name in ("call", "length", "row", "kernels", "counted", "formula", "ratio")
         ]
     ]
-    order = [*NAMES, "fa3 e4m3"]
     found = sorted(
         chosen(lines, "bytes"),
         key=lambda one: (
             one["op"] != "forward",
             one["causal"],
             one["seqlen"],
-            order.index(column(one)),
+            ORDER.index(column(one)),
         ),
     )
     for one in found:
@@ -191,8 +222,7 @@ def error_table(lines: list[Line], words: Words) -> list[str]:
     """Differences from fp64."""
     rows = [[words["call"], "D", words["rms"], words["largest"], words["to_standard"]]]
     errors = chosen(lines, "error")
-    order = [*NAMES, "fa3 e4m3"]
-    for one in sorted(errors, key=lambda one: (one["head_dim"], order.index(column(one)))):
+    for one in sorted(errors, key=lambda one: (one["head_dim"], ORDER.index(column(one)))):
         base = relative_error(errors, one)
         rows.append(
             [

@@ -190,6 +190,48 @@ def test_committed_pages_follow_from_committed_results() -> None:
     assert evolution_page.main(["--check"]) == 0
 
 
+def test_what_was_counted_agrees_with_the_formulas() -> None:
+    """From N = 4096 on: L2 → SM bytes of all flash kernels, DRAM bytes of the standard form."""
+    found = [
+        one
+        for one in evolution_lines.chosen(evolution_lines.read(evolution_page.RESULTS), "bytes")
+        if one["seqlen"] >= 4096
+    ]
+    flash = {(one["impl"], one["op"]) for one in found if one["model_l2_read"]}
+    assert flash >= {("fa1", "forward"), ("fa2", "forward"), ("fa3", "forward")}
+    assert {("fa2", "backward"), ("fa3", "backward")} <= flash
+    for one in found:
+        if one["model_l2_read"]:
+            assert one["l2_read"] == pytest.approx(one["model_l2_read"], rel=tables.AGREES)
+    standard = [one for one in found if one["impl"] == "standard"]
+    assert {one["seqlen"] for one in standard} >= {4096, 16384}
+    assert {one["op"] for one in standard} == {"forward", "backward"}
+    for one in standard:
+        moved = one["dram_read"] + one["dram_written"]
+        assert moved == pytest.approx(one["model_dram"], rel=tables.AGREES), one["op"]
+
+
+def test_a_call_that_did_not_fit_is_named() -> None:
+    said = "Tried to allocate 32.00 GiB. GPU 0 has a total capacity of 139.80 GiB of which 1 GiB"
+    note = f"cell: standard did not run: OutOfMemoryError: CUDA out of memory. {said} is free. "
+    note += "Of the allocated memory 96.81 GiB is allocated by PyTorch."
+    cell = {"op": "backward", "causal": False, "dtype": BF16, "batch": 1, "seqlen": 32768}
+    missing = line(**COMMON, **cell, kind="absent", impl="standard", note=note)
+    some = [*lines(), timed("fa2", 32768, "backward"), missing]
+    words = tables.words_of("en")
+    for text in (
+        tables.time_table(some, words, "backward", False, 128)[-1],
+        tables.memory_table(some, words, "backward", 128)[-1],
+    ):
+        assert text.startswith("| 32768 | out of memory | ")
+    (sentence,) = tables.memory_line(some, words)
+    assert all(f"{n} GiB" in sentence for n in ("96.81", "32.00", "139.80"))
+    # A generation that cannot do the work at all has a dash.
+    other = line(**COMMON, **cell, kind="absent", impl="standard", note="there is no such kernel.")
+    table = tables.time_table([*some[:-1], other], words, "backward", False, 128)
+    assert table[-1].startswith("| 32768 | – | ")
+
+
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evolution_page.plots(lines(), tmp_path)
