@@ -319,6 +319,12 @@ def best_peer(columns: dict[str, Record], among: Iterable[str] | None = None) ->
     return min(peers, key=lambda line: line["median_ms"]) if peers else None
 
 
+def host_rival(name: str) -> str:
+    """The entry of SDPA that does the same as an entry of the host table."""
+    part = name.partition(".")[2].removesuffix("_op")
+    return f"sdpa.{part}" if part in ("record", "backward", "train") else "sdpa"
+
+
 def ratio(ours: Record, peer: Record) -> float:
     """How many times as fast as `peer` ours is: above 1 is faster."""
     return peer["median_ms"] / ours["median_ms"]
@@ -387,10 +393,11 @@ def compare(old: list[Record], new: list[Record]) -> list[Change]:
         before_cells = by_cell(old, op)
         for key, columns in by_cell(new, op).items():
             before = before_cells.get(key, {})
-            common = [n for n in columns if n in before and not is_ours(n)]
+            shared = [n for n in columns if n in before and not is_ours(n)]
             for name, line in columns.items():
                 if not is_ours(name) or name not in before:
                     continue
+                common = [n for n in shared if op != "host" or n == host_rival(name)]
                 then, now = before[name]["median_ms"], line["median_ms"]
                 unit = "ms"
                 old_peer, new_peer = best_peer(before, common), best_peer(columns, common)

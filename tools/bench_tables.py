@@ -15,6 +15,7 @@ from bench_cells import (
     cell_label,
     column,
     geometric_mean,
+    host_rival,
     is_ours,
     ratio,
 )
@@ -99,12 +100,6 @@ def report(lines: list[Record]) -> list[str]:
     for op in dict.fromkeys(line["op"] for line in lines if line["op"] not in OTHER_OPS):
         text += [f"{op}:", "", *forward_table(lines, op), ""]
     return text + other_table(lines)
-
-
-def host_rival(name: str) -> str:
-    """The entry of SDPA that does the same as an entry of the host table."""
-    part = name.partition(".")[2].removesuffix("_op")
-    return f"sdpa.{part}" if part in ("record", "backward", "train") else "sdpa"
 
 
 def other_table(lines: Iterable[Record]) -> list[str]:

@@ -36,7 +36,7 @@ import torch
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import fa
 import machine
-from bench_tables import host_rival
+from bench_cells import host_rival
 from bench_timers import Impl, no_garbage_collection
 
 SHAPE = (1, 128, 8, 128)

@@ -333,6 +333,21 @@ def test_a_loss_within_the_spread_of_both_runs_is_none() -> None:
     assert old.lost, "a file from before the fields"
 
 
+def test_a_host_time_is_held_against_the_same_work_of_sdpa() -> None:
+    def host(**times: float) -> list[Record]:
+        return [
+            record(op="host", dtype="bfloat16", impl=name.replace("_", "."), median_ms=ms)
+            for name, ms in times.items()
+        ]
+
+    before = host(sdpa=0.03, sdpa_train=0.3, fa_train=0.3, fa_attention=0.02)
+    after = host(sdpa=0.06, sdpa_train=0.3, fa_train=0.3, fa_attention=0.04)
+    changes = {change.name: change for change in compare(before, after)}
+    assert changes["fa.train"].unit == "x best of sdpa.train" and not changes["fa.train"].lost
+    assert changes["fa.attention"].unit == "x best of sdpa"
+    assert changes["fa.attention"].gain == pytest.approx(0)
+
+
 def test_cells_that_are_gone_are_named() -> None:
     assert not_measured(lines(), lines()) == []
     gone = not_measured(lines() + lines(seqlen=4096), lines())
