@@ -5,6 +5,7 @@
 
 #include "kernels_common/device/bwd_rows.h"
 #include "kernels_common/device/dq_order.h"
+#include "kernels_common/device/grid_order.h"
 
 namespace fa {
 
@@ -124,6 +125,7 @@ FA_DEVICE void clear_rows(const BwdArgs& args, int block, int thread) {
 template <class Row, class Order>
 __global__ void __launch_bounds__(kBwdRowThreads)
     fa_bwd_convert(const __grid_constant__ BwdArgs args) {
+  wait_for_kernel_ahead();
   const ConvertJobs jobs = convert_jobs(args);
   const int thread = threadIdx.x;
   int block = blockIdx.x;

@@ -5,6 +5,7 @@
 
 #include "kernels_common/device/bwd_rows.h"
 #include "kernels_common/device/fwd_epilogue.h"
+#include "kernels_common/device/grid_order.h"
 
 namespace fa {
 
@@ -79,6 +80,7 @@ __global__ void __launch_bounds__(kBwdRowThreads)
   constexpr int kTileM = kConfig.tile_m, kLanes = row_lanes<kConfig.head_dim_v>();
   static_assert(kTileM % (kBwdRowThreads / kLanes) == 0, "all lanes of a warp have a row");
   const int thread = threadIdx.x;
+  let_next_kernel_begin();
   const RowTile t = row_tile(args, blockIdx.x, kTileM);
   const float sink = sink_of(args, t.head_q);
   float dsink = 0;

@@ -25,12 +25,14 @@ fa_status launch_backward(const BwdArgs& args, int grid, const BackwardKernels& 
   if (args.rows.num_tiles > 0)
     FA_TRY(launch_row<Row>(kernels.prepare, args.rows.num_tiles, kBwdRowThreads, 0, parameter,
                            stream));
+  // A kernel of ours is ahead, which lets the next one begin.
+  const bool overlapped = Row::kConfig.arch == 90 && args.rows.num_tiles > 0;
   if (grid > 0)
     FA_TRY(launch_row<Row>(kernels.main, grid, kernels.threads, kernels.smem_bytes,
-                           kernels.main_parameter, stream));
+                           kernels.main_parameter, stream, overlapped));
   const int blocks = convert_jobs(args).total();
   if (blocks == 0) return FA_OK;
-  return launch_row<Row>(kernels.convert, blocks, kBwdRowThreads, 0, parameter, stream);
+  return launch_row<Row>(kernels.convert, blocks, kBwdRowThreads, 0, parameter, stream, overlapped);
 }
 
 }  // namespace fa

@@ -45,17 +45,36 @@ inline fa_status clear_counter(uint32_t* counter, void* stream) {
               cudaGetErrorString(error));
 }
 
+// With `overlapped`, the kernel may begin before the one ahead of it in the stream has ended: it
+// waits itself (device/grid_order.h).
+inline cudaError_t launch_kernel(const void* function, int grid, int threads, int smem_bytes,
+                                 void** parameters, cudaStream_t stream, bool overlapped) {
+  if (!overlapped)
+    return cudaLaunchKernel(function, dim3(grid), dim3(threads), parameters, smem_bytes, stream);
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(grid);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = smem_bytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelExC(&config, function, parameters);
+}
+
 // `parameter`: the kernel's only argument. `smem_bytes`: dynamic shared memory; 0 leaves the
 // kernel's attributes alone. One kernel of a row may have some.
 template <class Row>
 fa_status launch_row(const void* function, int grid, int threads, int smem_bytes, void* parameter,
-                     void* stream) {
+                     void* stream, bool overlapped = false) {
   cudaError_t error =
       smem_bytes == 0 ? cudaSuccess : allow_shared_memory<Row>(function, smem_bytes);
   if (error == cudaSuccess) {
     void* parameters[] = {parameter};
-    error = cudaLaunchKernel(function, dim3(grid), dim3(threads), parameters, smem_bytes,
-                             static_cast<cudaStream_t>(stream));
+    error = launch_kernel(function, grid, threads, smem_bytes, parameters,
+                          static_cast<cudaStream_t>(stream), overlapped);
   }
   if (error == cudaSuccess) return FA_OK;
   cudaGetLastError();  // reported here; the caller's next call must not meet it again

@@ -3,6 +3,7 @@
 // more the rest, over all query blocks of all heads of the group.
 #pragma once
 
+#include "kernels_common/device/grid_order.h"
 #include "kernels_sm90/bwd/dq_writer.h"
 #include "kernels_sm90/bwd/epilogue.h"
 #include "kernels_sm90/bwd/producer.h"
@@ -66,7 +67,9 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
   // Aligned by the linker, so that every address in it is a constant.
   extern __shared__ __align__(kBwdSmemAlign) unsigned char buffer[];
   auto& smem = *reinterpret_cast<BwdSmem<Row>*>(buffer);
+  let_next_kernel_begin();
   begin_block<Row>(params.args, smem);
+  wait_for_kernel_ahead();
 
   const BwdTile& tile = smem.tile;
   const int group = params.args.group;
