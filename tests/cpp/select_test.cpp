@@ -204,6 +204,42 @@ void backward_tiles_by_device() {
       }
 }
 
+// Backward of wide heads on a Hopper GPU: its row of 256 is ahead of Ampere's, but not of the one
+// of 192 where that holds the head dims.
+void wide_backward() {
+  constexpr auto hopper = [](int dim, int tile_n) {
+    KernelConfig r = backward_row(90, kBf16, dim);
+    r.tile_n = tile_n;
+    return r;
+  };
+  constexpr auto ampere = [](int dim) {
+    KernelConfig r = backward_row(80, kBf16, dim);
+    r.tile_n = 64;
+    return r;
+  };
+  static constexpr std::array kRowsOfBoth = {
+      entry("sm80_d192", ampere(192), 180000), entry("sm80_d256", ampere(256), 214000),
+      entry("sm90_d128", hopper(128, 128), 229000), entry("sm90_d256", hopper(256, 64), 230000)};
+  static constexpr std::array<const KernelEntry*, 4> kBoth = {&kRowsOfBoth[0], &kRowsOfBoth[1],
+                                                              &kRowsOfBoth[2], &kRowsOfBoth[3]};
+  const auto expect_wide = [](int dim, int dim_v, const char* id) {
+    for (int length : {1024, 16384}) {
+      Call call(8, length, length, 8, 8, dim);
+      call.params.shape.dim_v = dim_v;
+      const Planned p = plan_backward_call(call.h200().backward(), kBoth);
+      expect(p.id() == id, std::source_location::current(), "row is \"%s\", expected \"%s\"",
+             p.id().c_str(), id);
+    }
+  };
+  expect_wide(256, 256, "sm90_d256");
+  expect_wide(200, 200, "sm90_d256");
+  expect_wide(128, 256, "sm90_d256");
+  expect_wide(192, 192, "sm80_d192");
+  expect_wide(192, 128, "sm80_d192");
+  expect_wide(136, 128, "sm80_d192");
+  expect_wide(128, 128, "sm90_d128");
+}
+
 // Tiles of fewer rows for short sequences and few heads, tiles of more for long ones.
 void rows_by_length() {
   constexpr auto narrow = [](MaskKind mask, ScoreKind score) {
@@ -449,6 +485,7 @@ int main() {
   rows_of_wide_heads();
   ampere_tiles_by_device();
   backward_tiles_by_device();
+  wide_backward();
   rows_by_length();
   rows_by_device();
   hopper_takes_device_lengths();
