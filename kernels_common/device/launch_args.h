@@ -148,7 +148,7 @@ struct BwdArgs {
   int32_t out_fp32, dout_fp32;        // 1: fp32, else the dtype of q
   int32_t dq_fp32, dk_fp32, dv_fp32;  // 1: the gradient is stored as fp32, else in the dtype of q
   int32_t accumulate;                 // 1: gradients are added to what the buffers hold
-  int32_t deterministic;              // 1: dQ tiles are added to in ascending order of key tiles
+  int32_t deterministic;              // 1: dQ tiles are added to in a fixed order of key tiles
   ScoreArgs score;
   float scale_log2;  // as in FwdArgs: what score.h leaves, times this, minus lse_log2 is log2 of P
   float scale;       // softmax scale

@@ -14,6 +14,14 @@ namespace fa {
 namespace {
 
 constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
+// In turns, key tiles of a head that run side by side add to its rows one behind the other: the
+// more heads share the device, the fewer those are.
+constexpr int64_t kOrderedHeads = 16;
+
+// Rows for Hopper add in descending order of the keys (kernels_sm90/bwd/dq_writer.h).
+bool last_keys_first(const KernelEntry& row, const Problem& p) {
+  return p.deterministic && row.config.arch == 90;
+}
 
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
 // passes over them.
@@ -21,7 +29,8 @@ int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& de
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
   const int64_t bytes =
       rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + 4 * row.config.head_dim_qk);
-  return static_cast<int>(std::clamp<int64_t>(section_bytes(device) / bytes, 1, heads));
+  const int64_t least = last_keys_first(row, p) ? kOrderedHeads : 1;
+  return static_cast<int>(std::min<int64_t>(std::max(section_bytes(device) / bytes, least), heads));
 }
 
 // Hands out the workspace in multiples of 256 bytes.
@@ -167,13 +176,16 @@ std::string describe_backward(const Plan& plan, const Problem& p) {
       text, sizeof(text),
       "tiles      %d x %d, %d key tiles x %d heads = %d; %d row tiles x %d heads = %d\n"
       "grid       %d blocks, %s\n"
-      "tile order first keys first, sections of %d heads\n"
+      "tile order %s keys first, sections of %d heads\n"
       "dQ sums    %s\n"
       "workspace  %zu bytes, of which dQ sums in fp32 %zu\n",
       row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
       plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid,
       plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
-      plan.order.section, p.deterministic ? "ascending (deterministic)" : "as the blocks come",
+      last_keys_first(*plan.main, p) ? "last" : "first", plan.order.section,
+      !p.deterministic                 ? "as the blocks come"
+      : last_keys_first(*plan.main, p) ? "descending (deterministic)"
+                                       : "ascending (deterministic)",
       plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
   return text;
 }

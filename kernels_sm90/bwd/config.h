@@ -21,30 +21,48 @@ struct BwdTypes {
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
+  // false: every compute warpgroup owns 64 keys; true: all share the 64 keys of the tile, because
+  // dV and dK of 64 keys are more than one warpgroup can hold.
+  static constexpr bool kShareKeys = kTileN == 64;
   // dS needs P with more bits than bf16 has.
-  static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16;
+  static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16 && !kShareKeys;
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
   static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kComputes;
-  static constexpr int kDsReaderWarps = 4 + kComputeWarps;
+  // Warps that release a slot of dS. Where the keys are shared, all compute warps meet once a block
+  // anyway, which is soon enough for the second of two slots.
+  static constexpr bool kComputesReleaseDs = !kShareKeys || kDsSlots == 1;
+  static constexpr int kDsReaderWarps = 4 + (kComputesReleaseDs ? kComputeWarps : 0);
+  // In deterministic calls all rows add by vector reduces.
+  static constexpr bool kBulk = kConfig.dq == DqAdd::kBulk;
+  // dQ is multiplied and added in parts of 64 rows and 64 columns.
+  static constexpr int kDqFloats = 64 * 64, kDqParts = kTileM * kDimQk / kDqFloats;
   static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kBackward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
                 "16-bit backward rows have one dtype for q, k and v");
-  static_assert(kComputes == 2 && kTileN == 64 * kComputes,
-                "two compute warpgroups own 64 keys each: tile_n = 128, warps = 12");
+  static_assert(kShareKeys ? kComputes == 2 : kTileN == 64 * kComputes,
+                "compute warpgroups own 64 keys each, or two share them: tile_n is 128 and warps "
+                "12, 192 and 16, or 64 and 12");
+  static_assert(!kShareKeys || (kTileM == 64 && kDimQk % 128 == 0 && kDimV % 128 == 0),
+                "shared keys: one panel of rows, whole panels of columns for each warpgroup");
   static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
   static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
                 "head dims of a row are multiples of 64");
+  static_assert(kDimQk <= kDimV, "dK leaves by way of V's rows in shared memory (epilogue.h)");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.dq == DqAdd::kVector);
+  static_assert(kConfig.dq != DqAdd::kAtomic && kConfig.dq_turns == 1);
 
-  // Registers per thread after setmaxnreg; a block starts with 168 each. A compute thread holds dV
-  // and dK, P, and one of S and dP; two dozen are left for all else.
-  static constexpr int kDqRegisters = 72, kComputeRegisters = 216;
+  // Registers per thread after setmaxnreg; a block starts with an equal share, 168 or 128. A
+  // compute thread holds dV and dK, P, and one of S and dP; two dozen are left for all else. Where
+  // the keys are shared it has half of P, S and dP, so that the dQ warpgroup can have two parts at
+  // hand.
+  static constexpr bool kTwoParts = kShareKeys && !kBulk;
+  static constexpr int kDqRegisters = kTwoParts ? 104 : 72;
+  static constexpr int kComputeRegisters = kTwoParts ? 200 : kComputes == 2 ? 216 : 144;
   static_assert(kDqRegisters + kComputes * kComputeRegisters == 504);
 
   using E = Element<kConfig.dtype>;
@@ -82,19 +100,28 @@ struct BwdTypes {
   static constexpr auto kMn = cute::GMMA::Major::MN;
   static constexpr auto kK = cute::GMMA::Major::K;
 
-  // S and dP are computed transposed, so that P is dV's operand as it lies in registers.
+  // Warpgroups side by side in the rows of a product, or, sharing its rows, in the columns.
+  using Split =
+      std::conditional_t<kShareKeys,
+                         cute::Layout<cute::Shape<cute::_1, cute::Int<kComputes>, cute::_1>>,
+                         Warpgroups<kComputes>>;
+  static constexpr int kParts = kShareKeys ? kComputes : 1;  // of the columns
+  template <class Extents, bool kFromRegisters>
+  static constexpr auto product() {
+    if constexpr (kFromRegisters)
+      return cute::GMMA::rs_op_selector<E, E, float, Extents, kK, kMn>();
+    else
+      return cute::GMMA::ss_op_selector<E, E, float, Extents, kK, kMn>();
+  }
+
   using MmaS = decltype(cute::make_tiled_mma(  // Sᵀ = K · Qᵀ
-      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM, kDimQk>>(),
-      Warpgroups<kComputes>{}));
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimQk>>(), Split{}));
   using MmaDp = decltype(cute::make_tiled_mma(  // dPᵀ = V · dOᵀ
-      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM, kDimV>>(),
-      Warpgroups<kComputes>{}));
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimV>>(), Split{}));
   using MmaDv = decltype(cute::make_tiled_mma(  // dV += Pᵀ · dO
-      cute::GMMA::rs_op_selector<E, E, float, Shape<kTileN, kDimV, kTileM>, kK, kMn>(),
-      Warpgroups<kComputes>{}));
+      product<Shape<kTileN, kDimV / kParts, kTileM>, !kShareKeys>(), Split{}));
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
-      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kDimQk, kTileM>, kK, kMn>(),
-      Warpgroups<kComputes>{}));
+      product<Shape<kTileN, kDimQk / kParts, kTileM>, false>(), Split{}));
   using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
       cute::GMMA::ss_op_selector<E, E, float, Shape<64, kPanel, kTileN>, kMn, kMn>(),
       Warpgroups<1>{}));

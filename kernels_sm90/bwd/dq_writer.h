@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does a tile of dQ reach its fp32 sum in global memory? Vector reduces out of the accumulator,
-// in order of the key tiles where the call is deterministic.
+// How does a tile of dQ reach its fp32 sum in global memory? Vector reduces out of the accumulator
+// or bulk reduces out of shared memory; vector reduces in turns where the call is deterministic.
 #pragma once
 
 #include "kernels_common/device/dq_turns.h"
@@ -14,89 +14,181 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
                : "memory");
 }
 
+// Adds parts of 64 rows and 64 columns, each warp its 16 rows of them.
 template <class Row>
 class DqWriter {
   using T = BwdTypes<Row>;
+  static constexpr int kWarpFloats = T::kDqFloats / 4;  // of a part
 
  public:
-  FA_DEVICE DqWriter(const BwdArgs& args, const BwdTile& tile, int thread)
-      : args_(args), tile_(tile), thread_(thread) {}
+  FA_DEVICE DqWriter(const BwdArgs& args, BwdSmem<Row>& smem) : args_(args), smem_(smem) {}
 
-  // The 64 rows and 64 columns number `part` of the tile: panels inside blocks of 64 rows.
-  FA_DEVICE void add(const typename T::DqAcc& dq, float* tile, int part) const {
-    constexpr int kChunks = 64 * T::kPanel / (4 * kWarpgroupThreads);
-    float* to = tile + part * (64 * T::kPanel) + thread_ * 4;
-    CUTE_UNROLL
-    for (int i = 0; i < kChunks; ++i) {
-      const float* f = dq.data() + 4 * i;
-      reduce_add(to + i * (4 * kWarpgroupThreads), f[0], f[1], f[2], f[3]);
+  // Read where it is needed: registers are what is short.
+  FA_DEVICE static int thread() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index;
+  }
+
+  // The buffer that add() will write has been read. While the product runs: touches no accumulator.
+  FA_DEVICE void reserve() const {
+    if constexpr (T::kBulk) {
+      tma_store_wait_read<1>();  // lanes without a reduce pass
+      __syncwarp();
     }
   }
 
-  FA_DEVICE int64_t index(int head_q, int m) const {
-    return workspace_tile(args_, tile_.seq, head_q, m);
+  // Part number `part` of the tile, after reserve(): panels inside blocks of 64 rows.
+  FA_DEVICE void add(const typename T::DqAcc& dq, float* tile, int part) {
+    const int at = thread() / 32 * kWarpFloats + thread() % 32 * 4;  // of the thread in a part
+    float* to = tile + part * T::kDqFloats;
+    if constexpr (T::kBulk)
+      if (!ordered()) return add_bulk(dq, to, at);
+    CUTE_UNROLL
+    for (int i = 0; i < kChunks; ++i) {
+      const float* f = dq.data() + 4 * i;
+      reduce_add(to + at + i * 128, f[0], f[1], f[2], f[3]);
+    }
   }
-  FA_DEVICE float* sum(int64_t index) const {
-    return args_.work.dq_sum + index * (T::kTileM * T::kDimQk);
+
+  // Every add has been performed.
+  FA_DEVICE void finish() const {
+    if constexpr (T::kBulk) tma_store_wait();
+  }
+
+  FA_DEVICE int64_t index(int head_q, int m) const {
+    return workspace_tile(args_, smem_.tile.seq, head_q, m);
+  }
+  FA_DEVICE float* sum(int head_q, int m) const {
+    return args_.work.dq_sum + index(head_q, m) * (T::kTileM * T::kDimQk);
   }
   FA_DEVICE bool ordered() const { return args_.work.turns != nullptr; }
 
-  FA_DEVICE void wait_turn(int64_t index, int m) const {
-    const int before = key_tiles_before(tile_.band, tile_.seq, m, T::kTileM, T::kTileN);
-    if (thread_ == 0) wait_for_count(args_.work.turns + index, before);
+  // After all adds of block (head_q, m) have been issued. Looks already for the turn of the next
+  // block.
+  FA_DEVICE void pass_turn(int head_q, int m, int next_head_q, int next_m) {
     sync<kWarpgroupThreads>(Barrier::kDq);
+    if (thread() == 0) seen_ = count_one_and_look(counter(head_q, m), counter(next_head_q, next_m));
+    __syncwarp();
   }
-  FA_DEVICE void pass_turn(int64_t index) const {
-    __threadfence();
+  FA_DEVICE void pass_last_turn(int head_q, int m) const {
     sync<kWarpgroupThreads>(Barrier::kDq);
-    if (thread_ == 0) count_one(args_.work.turns + index);
+    if (thread() == 0) count_one(counter(head_q, m));
+  }
+  FA_DEVICE void wait_turn(int head_q, int m) const {
+    if (thread() == 0) {
+      const int before = key_tiles_behind(smem_.tile.band, smem_.tile.seq, m, T::kTileM, T::kTileN);
+      if (seen_ != before) wait_for_count(counter(head_q, m), before);
+    }
+    sync<kWarpgroupThreads>(Barrier::kDq);
   }
 
  private:
+  static constexpr int kChunks = kWarpFloats / 128;
+
+  FA_DEVICE void add_bulk(const typename T::DqAcc& dq, float* to, int at) {
+    float* from = smem_.dq[slot_];
+    CUTE_UNROLL
+    for (int i = 0; i < kChunks; ++i) {
+      const float* f = dq.data() + 4 * i;
+      *reinterpret_cast<float4*>(from + at + i * 128) = make_float4(f[0], f[1], f[2], f[3]);
+    }
+    fence_async_shared();
+    __syncwarp();
+    if (thread() % 32 == 0) {
+      bulk_reduce(to + at, from + at, kWarpFloats * 4);
+      tma_store_commit();
+    }
+    __syncwarp();
+    slot_ ^= 1;
+  }
+
+  FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }
+
   const BwdArgs& args_;
-  const BwdTile& tile_;
-  int thread_;
+  BwdSmem<Row>& smem_;
+  int slot_ = 0;   // of the next part
+  int seen_ = -1;  // turns of the next block that are over, if looked at
 };
 
 // dQ = dS · K for every block, by one warpgroup. Its first lane also refills the slots of Q and dO:
-// once every compute warp has stored dS of a block, all have released the block before.
+// once every compute warp has stored dS of a block, all have released the block before. Where the
+// keys are shared, they release a block without needing anything of the next one.
 template <class Row>
 class DqStep {
   using T = BwdTypes<Row>;
 
  public:
-  FA_DEVICE DqStep(BwdSmem<Row>& smem, const BwdArgs& args, BwdLoader<Row> loader, int thread)
-      : smem_(smem), writer_(args, smem.tile, thread), loader_(loader), thread_(thread) {
-    if (thread == 0) loader_.begin();
+  FA_DEVICE DqStep(BwdSmem<Row>& smem, const BwdArgs& args, BwdLoader<Row> loader)
+      : smem_(smem), writer_(args, smem), loader_(loader) {
+    if (writer_.thread() == 0) loader_.begin();
     __syncwarp();
     mbarrier_wait(&smem.k_full, 0);
   }
 
-  FA_DEVICE void next(int head_q, int m) {
-    const int slot = at_.slot();
-    const int64_t index = writer_.index(head_q, m);
-    float* sum = writer_.sum(index);
-    if (writer_.ordered()) writer_.wait_turn(index, m);
-    mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
-    if (thread_ == 0 && started_) loader_.next();
-    __syncwarp();
-    started_ = true;
-    // Unrolled, ptxas would move the products of one part before the reduces of another.
-#pragma unroll 1
-    for (int part = 0; part < kParts; ++part) {
-      typename T::DqAcc dq;
-      multiply(dq, slot, part);
-      cute::warpgroup_wait<0>();
-      cute::warpgroup_fence_operand(dq);
-      if (part == kParts - 1 && thread_ % 32 == 0) mbarrier_arrive(&smem_.ds_slots.empty[slot]);
-      writer_.add(dq, sum, part);
+  // `first`: no block came before it.
+  FA_DEVICE void next(int head_q, int m, bool first) {
+    if (writer_.ordered() && !first) {  // while dS is still made
+      const bool begins = m == smem_.tile.range.begin;
+      writer_.pass_turn(begins ? head_q - 1 : head_q, begins ? smem_.tile.range.end - 1 : m - 1,
+                        head_q, m);
     }
+    const int slot = at_.slot();
+    mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
+    if (!T::kShareKeys && writer_.thread() == 0 && !first) loader_.next();
+    __syncwarp();
+    if (writer_.ordered()) writer_.wait_turn(head_q, m);
+    float* sum = writer_.sum(head_q, m);
+    if constexpr (T::kTwoParts)
+      add_overlapped(sum, slot);
+    else
+      add_parts(sum, slot);
     at_.advance();
-    if (writer_.ordered()) writer_.pass_turn(index);
+    if (T::kShareKeys && writer_.thread() == 0) loader_.next();
+    __syncwarp();
+  }
+
+  // `head_q`: the last one.
+  FA_DEVICE void finish(int head_q) const {
+    if (writer_.ordered()) writer_.pass_last_turn(head_q, smem_.tile.range.end - 1);
+    writer_.finish();
   }
 
  private:
-  static constexpr int kPanels = T::kDimQk / T::kPanel, kParts = T::kTileM / 64 * kPanels;
+  static constexpr int kPanels = T::kDimQk / T::kPanel;
+
+  FA_DEVICE void add_parts(float* sum, int slot) {
+    // Unrolled, ptxas would move the products of one part before the reduces of another.
+#pragma unroll 1
+    for (int part = 0; part < T::kDqParts; ++part) {
+      typename T::DqAcc dq;
+      multiply(dq, slot, part);
+      writer_.reserve();
+      cute::warpgroup_wait<0>();
+      cute::warpgroup_fence_operand(dq);
+      if (part == T::kDqParts - 1 && writer_.thread() % 32 == 0)
+        mbarrier_arrive(&smem_.ds_slots.empty[slot]);
+      writer_.add(dq, sum, part);
+    }
+  }
+
+  // The product of a part runs beside the reduces of the one before.
+  FA_DEVICE void add_overlapped(float* sum, int slot) {
+    typename T::DqAcc dq[2];
+    multiply(dq[0], slot, 0);
+    CUTE_UNROLL
+    for (int part = 0; part < T::kDqParts; ++part) {
+      if (part + 1 < T::kDqParts) {
+        multiply(dq[(part + 1) % 2], slot, part + 1);
+        cute::warpgroup_wait<1>();
+      } else {
+        cute::warpgroup_wait<0>();
+        if (writer_.thread() % 32 == 0) mbarrier_arrive(&smem_.ds_slots.empty[slot]);
+      }
+      cute::warpgroup_fence_operand(dq[part % 2]);
+      writer_.add(dq[part % 2], sum, part);
+    }
+  }
 
   FA_DEVICE void multiply(typename T::DqAcc& dq, int slot, int part) const {
     auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDs{});
@@ -120,9 +212,7 @@ class DqStep {
   BwdSmem<Row>& smem_;
   DqWriter<Row> writer_;
   BwdLoader<Row> loader_;
-  int thread_;
-  bool started_ = false;
-  SlotCursor<T::kDsSlots> at_{0};
+  PackedCursor<T::kDsSlots> at_{0};
 };
 
 }  // namespace fa::sm90

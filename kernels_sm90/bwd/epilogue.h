@@ -4,6 +4,7 @@
 
 #include "kernels_common/device/acc_view.h"
 #include "kernels_sm90/bwd/smem.h"
+#include "kernels_sm90/common/stmatrix.h"
 
 namespace fa::sm90 {
 
@@ -12,12 +13,13 @@ class BwdEpilogue {
   using T = BwdTypes<Row>;
 
  public:
-  FA_DEVICE BwdEpilogue(const BwdArgs& args, const BwdTile& tile, int thread)
-      : args_(args), tile_(tile), thread_(thread) {}
+  FA_DEVICE BwdEpilogue(const BwdArgs& args, BwdSmem<Row>& smem, int thread)
+      : args_(args), smem_(smem), tile_(smem.tile), thread_(thread) {}
 
+  // Every product that reads V has run, in all compute warpgroups that share its rows.
   FA_DEVICE void store(typename T::DkAcc& dk, typename T::DvAcc& dv) const {
-    store_rows(dv, args_.dv, args_.dv_fp32, args_.dim_v, 1.f);
-    store_rows(dk, args_.dk, args_.dk_fp32, args_.dim_qk, args_.scale);
+    store(dv, args_.dv, args_.dv_fp32, args_.dim_v, 1.f);
+    store(dk, args_.dk, args_.dk_fp32, args_.dim_qk, args_.scale);
   }
 
   // No row sees these keys: their gradients are zero, or stay as they are where they are added to.
@@ -36,21 +38,73 @@ class BwdEpilogue {
                                              size;
   }
 
-  // One pair of columns per store.
+  // First key of the warp in the tile; warpgroups that share keys hold columns one after the other.
+  FA_DEVICE int warp_key() const {
+    return (T::kShareKeys ? thread_ % kWarpgroupThreads : thread_) / 32 * 16;
+  }
   template <class Acc>
-  FA_DEVICE void store_rows(Acc& acc, const TensorArg& to, int fp32, int dim, float scale) const {
+  FA_DEVICE int first_column() const {
+    return T::kShareKeys ? thread_ / kWarpgroupThreads * kColumns<Acc> : 0;
+  }
+  template <class Acc>
+  static constexpr int kColumns = 2 * decltype(cute::size(Acc{}))::value;
+
+  template <class Acc>
+  FA_DEVICE void store(Acc& acc, const TensorArg& to, int fp32, int dim, float scale) const {
+    if (fp32 != 0 || args_.accumulate != 0)
+      store_pairs(acc, to, fp32, dim, scale);
+    else
+      store_chunks(acc, to, dim, scale);
+  }
+
+  // 16 bytes per lane and store, by way of the warp's rows of V.
+  template <class Acc>
+  FA_DEVICE void store_chunks(const Acc& acc, const TensorArg& to, int dim, float scale) const {
+    constexpr DType kType = T::kConfig.dtype;
+    constexpr int kChunks = kColumns<Acc> / 8;
+    const int lane = thread_ % 32, left = first_column<Acc>();
+    const auto address = [&](int key, int chunk) {
+      return reinterpret_cast<char*>(smem_.v) + (left / 64 + chunk / 8) * T::kTileN * 128 +
+             key * 128 + ((chunk % 8 ^ key % 8) * 16);
+    };
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns<Acc> / 16; ++i) {
+      const float* f = acc.data() + 8 * i;
+      store_matrices(shared_address(address(warp_key() + lane % 16, 2 * i + lane / 16)),
+                     pack_pair<kType>(f[0] * scale, f[1] * scale),
+                     pack_pair<kType>(f[2] * scale, f[3] * scale),
+                     pack_pair<kType>(f[4] * scale, f[5] * scale),
+                     pack_pair<kType>(f[6] * scale, f[7] * scale));
+    }
+    __syncwarp();
+    char* base = rows_of(to, 2);
+    CUTE_UNROLL
+    for (int i = 0; i < kChunks / 2; ++i) {
+      const int key = warp_key() + (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
+      const int row = tile_.seq.n_first + key;
+      if (row < tile_.seq.k_len && left + 8 * chunk < dim)
+        *reinterpret_cast<uint4*>(base + (row * to.stride_row + left + 8 * chunk) * 2) =
+            *reinterpret_cast<const uint4*>(address(key, chunk));
+    }
+    __syncwarp();
+  }
+
+  // One pair of columns per store: fp32, and sums.
+  template <class Acc>
+  FA_DEVICE void store_pairs(Acc& acc, const TensorArg& to, int fp32, int dim, float scale) const {
     auto view = acc_view(acc);  // (2, dim / 4)
     const int size = fp32 != 0 ? 4 : 2;
     char* base = rows_of(to, size);
-    const int first = tile_.seq.n_first + thread_ / 32 * 16 + thread_ % 32 / 4;
+    const int left = first_column<Acc>();
+    const int first = tile_.seq.n_first + warp_key() + thread_ % 32 / 4;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       const int key = first + 8 * r;
       if (key >= tile_.seq.k_len) continue;
-      char* at = base + (key * to.stride_row + acc_first_col(thread_ % 32)) * size;
+      char* at = base + (key * to.stride_row + left + acc_first_col(thread_ % 32)) * size;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); c += 2) {
-        if (acc_col(c) >= dim) continue;
+        if (left + acc_col(c) >= dim) continue;
         float2 x{view(r, c) * scale, view(r, c + 1) * scale};
         if (fp32 != 0) {
           float2* pair = reinterpret_cast<float2*>(at + acc_col(c) * 4);
@@ -81,6 +135,7 @@ class BwdEpilogue {
   }
 
   const BwdArgs& args_;
+  BwdSmem<Row>& smem_;
   const BwdTile& tile_;
   int thread_;
 };

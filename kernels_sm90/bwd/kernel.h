@@ -8,6 +8,7 @@
 #include "kernels_sm90/bwd/epilogue.h"
 #include "kernels_sm90/bwd/producer.h"
 #include "kernels_sm90/bwd/step.h"
+#include "kernels_sm90/bwd/wide_step.h"
 #include "kernels_sm90/common/roles.h"
 
 namespace fa::sm90 {
@@ -78,19 +79,21 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     shrink_registers<T::kDqRegisters>();
     if (tile.has_work()) {
       const BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
-      DqStep<Row> step(smem, params.args, loader, threadIdx.x);
+      DqStep<Row> step(smem, params.args, loader);
 #pragma unroll 1
       for (int g = 0; g < group; ++g)
 #pragma unroll 1
         for (int m = tile.range.begin; m < tile.range.end; ++m)
-          step.next(tile.head_k * group + g, m);
+          step.next(tile.head_k * group + g, m, g == 0 && m == tile.range.begin);
+      step.finish((tile.head_k + 1) * group - 1);
     }
   } else {
     grow_registers<T::kComputeRegisters>();
     const int thread = threadIdx.x - kFirstCompute * kWarpgroupThreads;
-    const BwdEpilogue<Row> epilogue(params.args, tile, thread);
+    const BwdEpilogue<Row> epilogue(params.args, smem, thread);
     if (tile.has_work()) {
-      BwdStep<Row> step(smem, params.args, thread);
+      using Step = std::conditional_t<T::kShareKeys, BwdWideStep<Row>, BwdStep<Row>>;
+      Step step(smem, params.args, thread);
       accumulate_tile(step, tile.range, group);
       epilogue.store(step.dk(), step.dv());
     } else {

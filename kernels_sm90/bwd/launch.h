@@ -47,6 +47,9 @@ fa_status encode_bwd_maps(const BwdArgs& args, BwdParams<Row>* params) {
 }
 
 template <class Row>
+using DqOrder = AccumulatorOrder<BwdTypes<Row>::kDimQk>;
+
+template <class Row>
 const void* function() {
   return reinterpret_cast<const void*>(&fa_bwd<Row>);
 }
@@ -56,13 +59,13 @@ fa_status launch(const LaunchArgs& args, void* stream) {
   BwdParams<Row> params{};
   params.args = args.bwd;
   if (args.grid > 0) FA_TRY(encode_bwd_maps<Row>(args.bwd, &params));
-  const BackwardKernels kernels{.prepare = reinterpret_cast<const void*>(&fa_bwd_prepare<Row>),
-                                .main = function<Row>(),
-                                .convert = reinterpret_cast<const void*>(
-                                    &fa_bwd_convert<Row, AccumulatorOrder<BwdTypes<Row>::kDimQk>>),
-                                .threads = BwdTypes<Row>::kThreads,
-                                .smem_bytes = kBwdSmemBytes<Row>,
-                                .main_parameter = &params};
+  const BackwardKernels kernels{
+      .prepare = reinterpret_cast<const void*>(&fa_bwd_prepare<Row>),
+      .main = function<Row>(),
+      .convert = reinterpret_cast<const void*>(&fa_bwd_convert<Row, DqOrder<Row>>),
+      .threads = BwdTypes<Row>::kThreads,
+      .smem_bytes = kBwdSmemBytes<Row>,
+      .main_parameter = &params};
   return launch_backward<Row>(args.bwd, args.grid, kernels, stream);
 }
 

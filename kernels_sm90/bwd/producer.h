@@ -23,7 +23,6 @@ class BwdLoader {
   // What the first products need comes first, then as many blocks as there are slots.
   FA_DEVICE void begin() {
     head_ = smem_.tile.head_k * args_.group;
-    end_ = head_ + args_.group;
     m_ = smem_.tile.range.begin;
     load_keys<T::kDimQk>(k_map_, smem_.k, &smem_.k_full);
     load_q();
@@ -35,7 +34,7 @@ class BwdLoader {
 
   // The next block, once all readers of its slots have released them.
   FA_DEVICE void next() {
-    if (head_ == end_) return;
+    if (head_ == (smem_.tile.head_k + 1) * args_.group) return;
     load_q();
     load_do();
     advance();
@@ -98,7 +97,7 @@ class BwdLoader {
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
   SlotCursor<T::kSlots> at_{1};
-  int head_ = 0, end_ = 0, m_ = 0;  // of the next block
+  int head_ = 0, m_ = 0;  // of the next block
 };
 
 }  // namespace fa::sm90

@@ -45,7 +45,9 @@ FA_DEVICE void find_hidden_rows(const SeqArgs& args, BwdTile& tile) {
 template <class Row>
 FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
   using T = BwdTypes<Row>;
-  const TileCoord coord = key_tile_coord(args.order, index);
+  // In turns, the last keys go first (dq_writer.h).
+  const TileCoord coord = args.work.turns != nullptr ? tile_coord(args.order, index)
+                                                     : key_tile_coord(args.order, index);
   const int batch = coord.head / args.heads_k;  // packed: 0
   tile.head_k = coord.head - batch * args.heads_k;
   tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kTileN);

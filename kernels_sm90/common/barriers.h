@@ -16,6 +16,7 @@ enum class Barrier : int {
   kSlab = 5,  // + warpgroup (0 .. 2): the warpgroup has read its rows of Q, O may overwrite them;
               // 128 threads
   kDq = 8,    // backward: the dQ warpgroup around its turn; 128 threads
+  kOperands = 9,  // backward, shared keys: P and dS of a block are stored; all compute warpgroups
 };
 
 template <int kThreads>

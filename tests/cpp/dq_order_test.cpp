@@ -49,12 +49,14 @@ void check_order(int tile_m, int dim, At at) {
                "columns of a run lie together");
 }
 
-// Vector reduces: 512 values of the warpgroup after each other.
-int by_warpgroup(int part, int thread, int four) { return part * 4096 + four * 512 + thread * 4; }
+// 1024 values of each warp after each other, 128 of them of one reduce.
+int by_warp(int part, int thread, int four) {
+  return part * 4096 + thread / 32 * 1024 + four * 128 + thread % 32 * 4;
+}
 
 template <int kDim>
 void check_dim() {
-  for (int tile_m : {64, 128, 192}) check_order<AccumulatorOrder<kDim>>(tile_m, kDim, by_warpgroup);
+  for (int tile_m : {64, 128, 192}) check_order<AccumulatorOrder<kDim>>(tile_m, kDim, by_warp);
 }
 
 }  // namespace

@@ -565,7 +565,7 @@ def test_explain_plans_the_backward_of_a_call_that_records(shim: ctypes.CDLL) ->
     text = fa.explain(q, k, v, causal=True, deterministic=True, device="h200")
     assert "row        sm90_fwd_bf16_d128_band" in text
     assert "row        sm90_bwd_bf16_d128_band" in text
-    assert "ascending (deterministic)" in text
+    assert "descending (deterministic)" in text
     with torch.no_grad():
         assert "_bwd_" not in fa.explain(q, k, v, causal=True, device="h200")
     # The Hopper row has no softcap; no backward row of this table has one.

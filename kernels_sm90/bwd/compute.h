@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What have all compute warpgroups of the backward in common? Who a thread is, its slots, what its
+// keys may see, and the rows that are nobody's.
+#pragma once
+
+#include "kernels_common/device/acc_view.h"
+#include "kernels_common/device/attend_tile.h"
+#include "kernels_common/device/online_softmax.h"
+#include "kernels_sm90/bwd/smem.h"
+#include "kernels_sm90/common/stmatrix.h"
+
+namespace fa::sm90 {
+
+template <class Row>
+class BwdCompute {
+  using T = BwdTypes<Row>;
+  using E = typename T::E;
+
+ public:
+  FA_DEVICE typename T::DvAcc& dv() { return dv_; }
+  FA_DEVICE typename T::DkAcc& dk() { return dk_; }
+
+ protected:
+  FA_DEVICE BwdCompute(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
+      : smem_(smem), args_(args), scale_log2_(args.scale_log2) {
+    write_visible_rows(thread);
+  }
+
+  FA_DEVICE void begin() {
+    mbarrier_wait(&smem_.k_full, 0);
+    if (smem_.tile.scrub_keys) scrub_keys();
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(dv_); ++i) dv_(i) = 0.f;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(dk_); ++i) dk_(i) = 0.f;
+  }
+
+  // Read where they are needed: registers are what is short.
+  FA_DEVICE static int thread() {
+    int index;
+    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    return index - kFirstCompute * kWarpgroupThreads;
+  }
+  FA_DEVICE static int lane() { return thread() % 32; }
+  FA_DEVICE static int warpgroup() {
+    return __shfl_sync(0xffffffffu, thread() / kWarpgroupThreads, 0);
+  }
+  // First key of the warp, and of the thread, in the tile.
+  FA_DEVICE static int warp_key() {
+    return (T::kShareKeys ? thread() % kWarpgroupThreads : thread()) / 32 * 16;
+  }
+  FA_DEVICE static int first_key() { return warp_key() + lane() / 4; }
+
+  // Block number `at` of this thread block, counted over all heads, lies in slot at % kSlots.
+  template <int kSlots>
+  FA_DEVICE static int slot(uint32_t at) {
+    return static_cast<int>(at % kSlots);
+  }
+  template <int kSlots>
+  FA_DEVICE static uint32_t parity(uint32_t at) {
+    return at / kSlots & 1;
+  }
+
+  template <int kSlots>
+  FA_DEVICE void release(SlotBarriers<kSlots>& slots, uint32_t at) const {
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(&slots.empty[slot<kSlots>(at)]);
+  }
+
+  // Every warp for its own keys.
+  FA_DEVICE void write_visible_rows(int thread) {
+    const BwdTile& tile = smem_.tile;
+    const int key = warp_key() + thread % 16, j = tile.seq.n_first + key;
+    const int lo = max_of(0, tile.band.first_row(j));
+    const int hi = j >= tile.seq.k_len
+                       ? lo
+                       : min_of(tile.seq.q_len, min_of(tile.band.last_row(j), kUnlimited - 1) + 1);
+    if (thread % 32 < 16) smem_.visible_rows[key] = int2{lo, hi};
+    __syncwarp();
+  }
+
+  // The same pointer, computed anew: descriptors of many products must not be kept from one block
+  // to the next.
+  template <class Pointer>
+  FA_DEVICE static Pointer* anew(Pointer* pointer) {
+    asm volatile("" : "+l"(pointer));
+    return pointer;
+  }
+
+  // acc (+)= A · B, from shared memory.
+  template <cute::GMMA::ScaleOut kScale, class Mma, class A, class B, class Acc>
+  FA_DEVICE void issue_ss(Mma mma, const A& a_tile, int a_slot, const B& b_tile, int b_slot,
+                          Acc& acc) const {
+    auto slice = mma.get_slice(warpgroup() * kWarpgroupThreads);
+    auto a = slice.partition_fragment_A(a_tile);  // (MMA, 1, MMA_K, slot)
+    auto b = slice.partition_fragment_B(b_tile);  // (MMA, 1, MMA_K, slot)
+    cute::warpgroup_fence_operand(acc);
+    cute::warpgroup_arrive();
+    mma.accumulate_ = kScale;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<2>(a); ++i) {
+      cute::gemm(mma, a(cute::_, cute::_, i, a_slot), b(cute::_, cute::_, i, b_slot), acc);
+      mma.accumulate_ = cute::GMMA::ScaleOut::One;
+    }
+    cute::warpgroup_commit_batch();
+  }
+
+  // `row`: of view column 0.
+  template <class View>
+  FA_DEVICE void hide(View& view, int row) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int2 seen = smem_.visible_rows[first_key() + 8 * r];
+      const int begin = seen.x - row, end = seen.y - row;
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c)
+        if (acc_col(c) < begin || acc_col(c) >= end) view(r, c) = -INFINITY;
+    }
+  }
+
+  // Zeros the rows of a tile outside [first, end); a row is 128 bytes of each panel, whatever the
+  // swizzle.
+  template <int kRows, int kDim>
+  FA_DEVICE void clear_rows(E* tile, int first, int end) const {
+    for (int row = thread() / 8; row < kRows; row += T::kComputeThreads / 8) {
+      if (row >= first && row < end) continue;
+      for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+        reinterpret_cast<uint4*>(tile + (panel * kRows + row) * T::kPanel)[thread() % 8] =
+            uint4{0, 0, 0, 0};
+    }
+  }
+  // Nothing is in flight here, in any compute warpgroup, that reads these rows.
+  FA_DEVICE void scrub_keys() const {
+    const BwdTile& tile = smem_.tile;
+    clear_rows<T::kTileN, T::kDimQk>(smem_.k, tile.keys_lo - tile.seq.n_first,
+                                     tile.keys_hi - tile.seq.n_first);
+    fence_async_shared();
+    sync<T::kComputeThreads>(Barrier::kScrub);
+  }
+  FA_DEVICE void scrub_rows(int m) const {
+    const int first = smem_.tile.rows_lo - m * T::kTileM, end = smem_.tile.rows_hi - m * T::kTileM;
+    clear_rows<T::kTileM, T::kDimQk>(smem_.q + slot<T::kSlots>(at_) * T::kTileM * T::kDimQk, first,
+                                     end);
+    clear_rows<T::kTileM, T::kDimV>(smem_.dout + slot<T::kSlots>(at_) * T::kTileM * T::kDimV, first,
+                                    end);
+    fence_async_shared();
+    sync<T::kComputeThreads>(Barrier::kScrub);
+  }
+
+  BwdSmem<Row>& smem_;
+  const BwdArgs& args_;
+  float scale_log2_;
+  uint32_t at_ = 0;       // blocks before the one whose P and dS are held
+  typename T::DvAcc dv_;  // ((2, 2, columns / 8), 1, 1)
+  typename T::DkAcc dk_;  // ((2, 2, columns / 8), 1, 1)
+};
+
+}  // namespace fa::sm90

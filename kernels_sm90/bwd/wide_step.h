@@ -1,0 +1,154 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What does a compute warpgroup do for one block of query rows where a head is too wide for one
+// warpgroup to hold dV and dK of its keys?
+#pragma once
+
+#include "kernels_sm90/bwd/compute.h"
+
+namespace fa::sm90 {
+
+// All warpgroups share the keys of the tile. Each makes the scores of its part of the rows, and dV
+// and dK of its part of the columns; P and dS go from one to the other through shared memory, where
+// all meet once a block. The scores of a block are issued behind dV and dK of the one before.
+template <class Row>
+class BwdWideStep : public BwdCompute<Row> {
+  using T = BwdTypes<Row>;
+  using Base = BwdCompute<Row>;
+  using Score = typename T::ScoreAcc;
+  using Base::args_, Base::at_, Base::dk_, Base::dv_, Base::smem_;
+  using Base::lane, Base::warpgroup;
+  static constexpr auto kZero = cute::GMMA::ScaleOut::Zero, kOne = cute::GMMA::ScaleOut::One;
+  static constexpr int kRows = T::kTileM / T::kComputes;  // of one warpgroup
+
+ public:
+  FA_DEVICE BwdWideStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
+      : Base(smem, args, thread) {}
+
+  FA_DEVICE void first(int m) {
+    Base::begin();
+    mbarrier_wait(&smem_.v_full, 0);
+    Score s, dp;
+    issue_scores(s, 0);
+    issue_dp(dp, 0);
+    make_operands<Masked>(s, dp, m);
+  }
+
+  template <class Edge>
+  FA_DEVICE void next(int m, Edge) {
+    Score s, dp;
+    issue_gradients();
+    issue_scores(s, at_ + 1);
+    issue_dp(dp, at_ + 1);
+    cute::warpgroup_wait<2>();  // dV and dK are there
+    cute::warpgroup_fence_operand(dv_);
+    cute::warpgroup_fence_operand(dk_);
+    Base::release(smem_.q_slots, at_);
+    Base::release(smem_.do_slots, at_);
+    if constexpr (T::kComputesReleaseDs) Base::release(smem_.ds_slots, at_);
+    ++at_;
+    make_operands<Edge>(s, dp, m);
+  }
+
+  FA_DEVICE void last() {
+    issue_gradients();
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(dv_);
+    cute::warpgroup_fence_operand(dk_);
+  }
+
+ private:
+  FA_DEVICE void issue_scores(Score& s, uint32_t at) {
+    const int slot = Base::template slot<T::kSlots>(at);
+    mbarrier_wait(&smem_.q_slots.full[slot], Base::template parity<T::kSlots>(at));
+    auto k = cute::make_tensor(cute::make_smem_ptr(Base::anew(smem_.k)), typename T::LayoutK{});
+    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQ{});
+    Base::template issue_ss<kZero>(typename T::MmaS{}, k, 0, q, slot, s);
+  }
+  FA_DEVICE void issue_dp(Score& dp, uint32_t at) {
+    const int slot = Base::template slot<T::kSlots>(at);
+    mbarrier_wait(&smem_.do_slots.full[slot], Base::template parity<T::kSlots>(at));
+    auto v = cute::make_tensor(cute::make_smem_ptr(Base::anew(smem_.v)), typename T::LayoutV{});
+    auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDo{});
+    Base::template issue_ss<kZero>(typename T::MmaDp{}, v, 0, dout, slot, dp);
+  }
+
+  // dV += Pᵀ · dO and dK += dSᵀ · Q of block at_, this warpgroup's columns.
+  FA_DEVICE void issue_gradients() {
+    const int slot = Base::template slot<T::kSlots>(at_);
+    const int operand = Base::template slot<T::kDsSlots>(at_);
+    auto p = cute::make_tensor(cute::make_smem_ptr(smem_.p), typename T::LayoutDsT{});
+    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDsT{});
+    auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDoT{});
+    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQt{});
+    Base::template issue_ss<kOne>(typename T::MmaDv{}, p, operand, dout, slot, dv_);
+    Base::template issue_ss<kOne>(typename T::MmaDk{}, ds, operand, q, slot, dk_);
+  }
+
+  // P and dS of block at_ from its scores and dP, which are in flight. P = 2^(score · scale_log2 −
+  // LSE), dS = P · (dP − delta), 0 where P was masked, whatever dP is there.
+  template <class Edge>
+  FA_DEVICE void make_operands(Score& s, Score& dp, int m) {
+    const int slot = Base::template slot<T::kSlots>(at_);
+    const int ds_slot = Base::template slot<T::kDsSlots>(at_);
+    mbarrier_wait(&smem_.ds_slots.empty[ds_slot], Base::template parity<T::kDsSlots>(at_) ^ 1);
+    const int first = warpgroup() * kRows + acc_first_col(lane());  // row of view column 0
+    cute::warpgroup_wait<1>();
+    cute::warpgroup_fence_operand(s);
+    auto scores = acc_view(s);  // (2 keys, rows / 4)
+    if constexpr (Edge::kMasked) Base::hide(scores, m * T::kTileM + first);
+    CUTE_UNROLL
+    for (int c = 0; c < kRows / 4; c += 2) {
+      const float2 lse =
+          *reinterpret_cast<const float2*>(smem_.lse_log2[slot] + first + acc_col(c));
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        scores(r, c) = exp2_approx(scores(r, c) * args_.scale_log2 - lse.x);
+        scores(r, c + 1) = exp2_approx(scores(r, c + 1) * args_.scale_log2 - lse.y);
+      }
+    }
+    store(s, smem_.p);
+    cute::warpgroup_wait<0>();
+    cute::warpgroup_fence_operand(dp);
+    auto view = acc_view(dp);
+    CUTE_UNROLL
+    for (int c = 0; c < kRows / 4; c += 2) {
+      const float2 delta = *reinterpret_cast<const float2*>(smem_.delta[slot] + first + acc_col(c));
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        view(r, c) = ds<Edge>(scores(r, c), view(r, c) - delta.x);
+        view(r, c + 1) = ds<Edge>(scores(r, c + 1), view(r, c + 1) - delta.y);
+      }
+    }
+    store(dp, smem_.ds);
+    if constexpr (Edge::kMasked)
+      if (smem_.tile.ragged(m, T::kTileM)) Base::scrub_rows(m);
+    fence_async_shared();
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(&smem_.ds_slots.full[ds_slot]);
+    sync<T::kComputeThreads>(Barrier::kOperands);
+  }
+
+  template <class Edge>
+  FA_DEVICE static float ds(float p, float x) {
+    return Edge::kMasked && p == 0.f ? 0.f : p * x;
+  }
+
+  // A 16-bit operand of dV, dK and dQ, this warpgroup's rows of Q. Lane l addresses key l % 16 of a
+  // 16 x 16 block, column half l / 16; the swizzle is chunk ^ key % 8.
+  FA_DEVICE void store(const Score& x, typename T::E* operands) const {
+    const int key = Base::warp_key() + lane() % 16, half = lane() / 16;
+    const int operand = Base::template slot<T::kDsSlots>(at_);
+    const uint32_t base = shared_address(operands + operand * T::kTileN * T::kTileM) + key * 128;
+    CUTE_UNROLL
+    for (int i = 0; i < kRows / 16; ++i) {
+      const int chunk = warpgroup() * (kRows / 8) + 2 * i + half;
+      const float* f = x.data() + 8 * i;
+      constexpr DType kType = T::kConfig.dtype;
+      store_matrices(base + ((chunk ^ (key % 8)) * 16), pack_pair<kType>(f[0], f[1]),
+                     pack_pair<kType>(f[2], f[3]), pack_pair<kType>(f[4], f[5]),
+                     pack_pair<kType>(f[6], f[7]));
+    }
+  }
+};
+
+}  // namespace fa::sm90
