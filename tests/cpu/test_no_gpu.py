@@ -29,6 +29,7 @@ TOOLS = {
     "train.py": (PYTHON, "tools/train.py", "--tiny", "--device", "cuda"),
     "driver.py": (PYTHON, "tools/driver.py"),
     "fp8_error.py": (PYTHON, "tools/fp8_error.py"),
+    "fp8_cost.py": (PYTHON, "tools/fp8_cost.py"),
     "microbench/run.py": (PYTHON, "tools/microbench/run.py"),
     "gpu_check.sh": ("bash", "tools/gpu_check.sh", "quick"),
     "gpu_check.sh full": ("bash", "tools/gpu_check.sh", "full"),
