@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Deterministic backward: when may a key tile add to the dQ sums of a query block? In ascending or
-// in descending order of the key tiles, which a counter in global memory keeps.
+// Deterministic backward: when may a key tile add to the dQ sums of a query block? In descending
+// order of the key tiles, which a counter in global memory keeps.
 #pragma once
 
 #include "kernels_common/device/block_range.h"
@@ -8,18 +8,9 @@
 
 namespace fa {
 
-// How many key tiles add to query block m before tile `t` does; all of them have lower block
-// numbers.
-FA_HOST_DEVICE int key_tiles_before(const Band& band, const KeyTileInfo& t, int m, int tile_m,
-                                    int tile_n) {
-  const int first = m * tile_m, last = min_of(first + tile_m, t.q_len) - 1;
-  const KeyRange range = key_range(band, first, last, t.k_len, tile_n);
-  return t.n_first / tile_n - range.begin;
-}
-
-// The same where the last key tile goes first and all of them start in descending order. Under a
-// causal mask the last one also begins with the block, and every other reaches it later in any
-// case: nobody waits.
+// How many key tiles add to query block m before tile `t` does: those with higher block numbers.
+// Under a causal mask the last key tile also begins with the block, and every other reaches it
+// later in any case: nobody waits.
 FA_HOST_DEVICE int key_tiles_behind(const Band& band, const KeyTileInfo& t, int m, int tile_m,
                                     int tile_n) {
   const int first = m * tile_m, last = min_of(first + tile_m, t.q_len) - 1;

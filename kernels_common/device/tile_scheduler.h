@@ -24,8 +24,9 @@ FA_HOST_DEVICE constexpr TileCoord tile_coord(const TileOrder& order, int index)
 }
 
 // Key tiles of the backward: as tile_coord, with `m` the key tile; the first keys, which the most
-// rows see under a causal mask, come first. Every key tile of a head comes after those before it,
-// so that a block which waits for its turn waits for one that has started.
+// rows see under a causal mask, come first. (A deterministic backward takes tile_coord: every key
+// tile of a head comes after those behind it, so that a block which waits for its turn waits for
+// one that has started.)
 FA_HOST_DEVICE constexpr TileCoord key_tile_coord(const TileOrder& order, int index) {
   const TileCoord at = tile_coord(order, index);
   return TileCoord{order.tiles_m - 1 - at.m, at.head};

@@ -18,18 +18,13 @@ constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 // more heads share the device, the fewer those are.
 constexpr int64_t kOrderedHeads = 16;
 
-// Rows for Hopper add in descending order of the keys (kernels_sm90/bwd/dq_writer.h).
-bool last_keys_first(const KernelEntry& row, const Problem& p) {
-  return p.deterministic && row.config.arch == 90;
-}
-
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
 // passes over them.
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int heads) {
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
   const int64_t bytes =
       rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + 4 * row.config.head_dim_qk);
-  const int64_t least = last_keys_first(row, p) ? kOrderedHeads : 1;
+  const int64_t least = p.deterministic && row.config.arch == 90 ? kOrderedHeads : 1;
   return static_cast<int>(std::min<int64_t>(std::max(section_bytes(device) / bytes, least), heads));
 }
 
@@ -182,11 +177,9 @@ std::string describe_backward(const Plan& plan, const Problem& p) {
       row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
       plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid,
       plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
-      last_keys_first(*plan.main, p) ? "last" : "first", plan.order.section,
-      !p.deterministic                 ? "as the blocks come"
-      : last_keys_first(*plan.main, p) ? "descending (deterministic)"
-                                       : "ascending (deterministic)",
-      plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
+      p.deterministic ? "last" : "first", plan.order.section,
+      p.deterministic ? "descending (deterministic)" : "as the blocks come", plan.workspace_bytes,
+      plan.work.lse_log2 - plan.work.dq_sum);
   return text;
 }
 

@@ -96,7 +96,7 @@ class DqWriter {
   // How many key tiles add to a dQ tile before this one.
   FA_DEVICE int tiles_before(int tile) const {
     const int m = (tile - state_.tile) % args_.rows.tiles_m;
-    return key_tiles_before(state_.band, state_.info, m, T::kTileM, T::kTileN);
+    return key_tiles_behind(state_.band, state_.info, m, T::kTileM, T::kTileN);
   }
 
   FA_DEVICE void multiply(Dq& dq, int ds, int lane, int warp_m, int warp_n) const {

@@ -127,7 +127,10 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, BwdTypes<Row>::kMinBl
 
   for (uint32_t tile = blockIdx.x; tile < uint32_t(args.order.num_tiles); tile += gridDim.x) {
     const int thread = thread_index();
-    const TileCoord at = key_tile_coord(args.order, tile);
+    // In turns the last keys come first: under a causal mask their rows begin at the diagonal,
+    // where no other key tile has to add before them.
+    const TileCoord at = args.work.turns == nullptr ? key_tile_coord(args.order, tile)
+                                                    : tile_coord(args.order, tile);
     const int batch = args.seq.cu_k == nullptr ? at.head / args.heads_k : 0;
     const int head_k = at.head - batch * args.heads_k;
     const KeyTileInfo info = key_tile_info(args.seq, at.m, batch, T::kTileM, T::kTileN);

@@ -100,10 +100,8 @@ void check_key_tile(const BandArgs& m, int q_len, int k_len, int k_first, int ti
     if (!in) continue;
     KeyTileInfo tile{};
     tile.q_len = q_len, tile.k_len = k_len, tile.n_first = k_first;
-    const int before = key_tiles_before(band, tile, block, tile_m, tile_n);
-    const int behind = key_tiles_behind(band, tile, block, tile_m, tile_n);
-    say(before == k_first / tile_n - keys.begin && before + behind == keys.end - keys.begin - 1,
-        "turns, first and last keys first", block, here());
+    say(key_tiles_behind(band, tile, block, tile_m, tile_n) == keys.end - 1 - k_first / tile_n,
+        "turn of a key tile", block, here());
   }
   say(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
       "the bounds are ordered", r.begin, here());
