@@ -55,12 +55,21 @@ class Problem:
         return "bfloat16" if self.row.dtype == "float8_e4m3fn" else self.row.dtype
 
     @property
+    def sm_count(self) -> int:
+        """Multiprocessors to use, 0: all. More would be left idle by Hopper's packed heads."""
+        return 2 if self.row.arch == 90 and libfa.packs_heads(self.row) else 0
+
+    @property
     def name(self) -> str:
         return "packed" if self.packed else "dense"
 
 
 def problems(row: libfa.Row) -> list[Problem]:
     """The small cases of one row: six tiles each."""
+    if libfa.packs_heads(row):  # few positions of four heads each; keys for several warps
+        few = 14 if row.arch == 80 else 60
+        dense = Problem(row, ((few, 9 * row.tile_n + 5),), False, 4)
+        return [dense, Problem(row, ((5, 11), (0, 5), (few + 3, 5 * row.tile_n + 1)), True, 4)]
     tail = row.tile_m // 2 + 3
     dense = Problem(row, ((2 * row.tile_m + tail, 2 * row.tile_n + 37),), False)
     packed = Problem(row, ((tail, tail), (0, 5), (row.tile_m + 1, row.tile_n + 9)), True)
@@ -143,6 +152,7 @@ def fill_shapes(p: libfa.Params, problem: Problem) -> None:
     p["lse.stride_batch"] = 0 if problem.packed else problem.heads_q * totals[0]
     p["mask.window_right"] = 0 if problem.causal else -1
     p["options.force_arch"] = row.arch
+    p["options.sm_count"] = problem.sm_count
     p["score.softcap"] = problem.softcap
     p["options.batch_invariant"] = int(libfa.leaves_short_calls(row, p.library.rows()))
 
@@ -162,7 +172,7 @@ def plan_text(library: libfa.Library, problem: Problem) -> str:
         driver_backward.fill_shapes(p, problem)
     text = ""
     for device in NOMINAL[problem.row.arch]:
-        p["options.sm_count"], p["options.smem_limit"] = device
+        p["options.sm_count"], p["options.smem_limit"] = problem.sm_count or device[0], device[1]
         text = p.explain(problem.row.op)
         if problem.row.id in text.split():
             break

@@ -57,6 +57,7 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1", "2": "2"},
         "dropout": {"0": "0", "1": "1"},
+        "pack": {"0": "0", "1": "1"},
     },
     "bwd": {
         "dropout": {"0": "0", "1": "1"},
@@ -347,6 +348,8 @@ def readme_block(rows: list[Row]) -> str:
         key=lambda g: (-int(g[0][0]), words[g[0][1]] != "forward", len(g[0][2]), g[0]),
     ):
         mask = "; ".join(masks[m] for m in sorted(group["mask"], key=list(masks).index))
+        if "any+dropout" in group["score"]:  # says the same and more
+            group["score"] = [s for s in group["score"] if s != "any"]
         score = "; ".join(scores[s] for s in sorted(group["score"], key=list(scores).index))
         lines.append(
             f"| {GPU_NAMES[arch]} | {words[op]} | {dim} | {', '.join(sorted(group['dtype']))} "

@@ -99,6 +99,11 @@ def leaves_short_calls(row: Row, rows: Sequence[Row]) -> bool:
     )
 
 
+def packs_heads(row: Row) -> bool:
+    """Whether a tile of this row holds all query heads of a key head: it serves short calls."""
+    return row.op == FORWARD and row.id.endswith("_gqa")
+
+
 def library_path() -> Path | None:
     """libfa.so: FA_LIBRARY, or fa/lib/libfa.so beside the package that Python would import."""
     named = os.environ.get("FA_LIBRARY")

@@ -24,6 +24,18 @@ FA_DEVICE auto acc_view(Tensor& acc) {
                                                make_layout(get<0, 0>(layout), get<2>(layout))));
 }
 
+// Calls run(one, r) for every row r of a view, with a view of that row alone.
+template <class View, class Run>
+FA_DEVICE void for_each_row(View& view, Run run) {
+  CUTE_UNROLL
+  for (int r = 0; r < cute::size<0>(view); ++r) {
+    auto one = cute::make_tensor(
+        &view(r, 0), cute::make_layout(cute::make_shape(cute::_1{}, cute::shape<1>(view)),
+                                       cute::make_stride(cute::_0{}, cute::stride<1>(view))));
+    run(one, r);
+  }
+}
+
 // First column of the tile that belongs to this thread, and the tile column of view column c
 // relative to it.
 FA_DEVICE int acc_first_col(int lane) { return 2 * (lane % 4); }

@@ -58,4 +58,25 @@ FA_DEVICE void store_empty(const FwdArgs& args, const SeqInfo& seq, int head_q, 
   }
 }
 
+// The same for packed query heads; `first_head`: of the group.
+FA_DEVICE void store_empty_packed(const FwdArgs& args, const SeqInfo& seq, int first_head,
+                                  int tile_m, int thread, int threads, int split = 0) {
+  const int end = min_of(seq.q_slot * args.group, seq.m_first + tile_m);
+  const int size = args.out_fp32 ? 4 : 2, chunks = args.dim_v * size / 16;
+  for (int i = thread; i < (end - seq.m_first) * chunks; i += threads) {
+    const int row = i / chunks;
+    const PackedRow at = packed_row(seq.m_first + row, args.group);
+    char* out =
+        out_rows(args, seq, first_head + at.head, split) + at.position * args.out.stride_row * size;
+    *reinterpret_cast<uint4*>(out + (i - row * chunks) * 16) = uint4{};
+  }
+  if (args.lse == nullptr) return;
+  for (int row = seq.m_first + thread; row < end; row += threads) {
+    const PackedRow at = packed_row(row, args.group);
+    const int head = first_head + at.head;
+    lse_rows(args, seq, head, split)[at.position] =
+        at.position < seq.q_len ? sink_of_split(args, head, split) : -INFINITY;
+  }
+}
+
 }  // namespace fa

@@ -45,7 +45,7 @@ struct BandArgs {
 // Order in which tiles are handed out; see tile_scheduler.h.
 struct TileOrder {
   int32_t tiles_m;    // row tiles of one head (packed: the bound of packed_tiles())
-  int32_t heads;      // batch * heads_q (packed: heads_q)
+  int32_t heads;      // batch * heads_q (packed: heads_q); rows that pack query heads: of heads_k
   int32_t section;    // heads walked together so that their K and V stay in L2; >= 1
   int32_t num_tiles;  // tiles_m * heads
 };

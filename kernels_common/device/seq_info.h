@@ -19,13 +19,13 @@ struct SeqInfo {
   int m_first;  // first row of this tile, counted from q_begin; >= q_slot: nothing to do
 };
 
-// Largest b in [0, batch] with packed_offset(cu[b], b) <= tile. Binary search: log2(B) reads that
-// stay in cache.
-FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int tile) {
+// Largest b in [0, batch] with packed_offset(cu[b] * rows, b) <= tile, where a position has `rows`
+// rows. Binary search: log2(B) reads that stay in cache.
+FA_HOST_DEVICE int find_sequence(const int32_t* cu, int batch, int tile_m, int tile, int rows = 1) {
   int lo = 0, hi = batch;
   while (lo < hi) {
     const int mid = (lo + hi + 1) >> 1;
-    if (packed_offset(cu[mid], mid, tile_m) <= tile)
+    if (packed_offset(cu[mid] * rows, mid, tile_m) <= tile)
       lo = mid;
     else
       hi = mid - 1;
@@ -62,17 +62,26 @@ FA_HOST_DEVICE SeqInfo sequence_info(const SeqArgs& args, int b) {
 }
 
 // `m` and `batch` come from tile_coord (packed q: batch is ignored, m runs over the padded list of
-// tiles).
-FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m) {
+// tiles). `rows`: those of a position; m_first counts them, everything else counts positions.
+FA_HOST_DEVICE SeqInfo seq_info(const SeqArgs& args, int m, int batch, int tile_m, int rows = 1) {
   if (args.cu_q == nullptr) {
     SeqInfo s = sequence_info(args, batch);
     s.m_first = m * tile_m;
     return s;
   }
-  const int b = find_sequence(args.cu_q, args.batch, tile_m, m);
+  const int b = find_sequence(args.cu_q, args.batch, tile_m, m, rows);
   SeqInfo s = sequence_info(args, b);
-  s.m_first = (m - packed_offset(s.q_begin, b, tile_m)) * tile_m;
+  s.m_first = (m - packed_offset(s.q_begin * rows, b, tile_m)) * tile_m;
   return s;
+}
+
+// Row of packed query heads: a position, and a head counted from the group's first.
+struct PackedRow {
+  int position, head;
+};
+FA_HOST_DEVICE PackedRow packed_row(int row, int group) {
+  const int position = row / group;
+  return PackedRow{position, row - position * group};
 }
 
 // The same for a tile of keys: which query rows can see it, and which of its rows are real keys.

@@ -42,6 +42,8 @@ struct KernelConfig {
   // How O leaves on Hopper: 0 through Q's buffer, 1 through one of its own, 2 from registers.
   int o_buf = 0;
   int dropout = 0;    // 1: drops weights when the call asks for it
+  int pack = 0;       // 1: rows of a tile are (position, query head of a key head), and its warps
+                      // share them and divide the keys
   int stages_ds = 1;  // backward: slots of dS
   DqAdd dq = DqAdd::kAtomic;
   int dq_turns = 1;  // counters per dQ tile that order its additions

@@ -33,7 +33,7 @@ int64_t cached_key_heads(const Problem& p, const DeviceInfo& device) {
 // cached.
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int grid,
                   int64_t tiles_m, int heads) {
-  const int64_t group = p.heads_q / p.heads_k;
+  const int64_t group = row.config.pack ? 1 : p.heads_q / p.heads_k;
   int64_t most = cached_key_heads(p, device) * group;
   if (row.config.arch == 90) most = std::max(most, grid / 4 * group);
   if (heads <= most || row.config.arch != 90)
@@ -75,7 +75,8 @@ bool counts_tiles(const KernelEntry& row, const Problem& p, int grid, int num_ti
 }
 
 bool falls_back(const Plan& plan, const Problem& p, const DeviceInfo& device) {
-  return device.hopper() && plan.main->config.arch == 80 && p.force_arch != 80;
+  const KernelConfig& row = plan.main->config;
+  return device.hopper() && row.arch == 80 && row.pack == 0 && p.force_arch != 80;
 }
 
 }  // namespace
@@ -114,13 +115,14 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   if (p.op == Op::kBackward) return plan_backward(p, device, plan);
   const KernelEntry& row = *plan->main;
   const int64_t tiles_m = row_tiles(row, p);
-  const int64_t heads = p.packed_q() ? p.heads_q : int64_t{p.heads_q} * p.seq.batch;
+  const int64_t row_heads = row.config.pack ? p.heads_k : p.heads_q;
+  const int64_t heads = p.packed_q() ? row_heads : row_heads * p.seq.batch;
   const int64_t limit = std::numeric_limits<int32_t>::max();
   plan->num_splits = heads > limit ? 1 : choose_splits(row, p, device, tiles_m * heads);
   if (heads > limit || (heads > 0 && tiles_m > limit / heads / plan->num_splits))
     return fail(FA_ERROR_UNSUPPORTED,
                 "fa: not supported: %" PRId64 " row tiles of each of %" PRId64
-                " heads (batch * heads_q), in %d parts, exceed 2^31 - 1 "
+                " heads (batch * heads), in %d parts, exceed 2^31 - 1 "
                 "tiles in one call. Split the call along the batch.",
                 tiles_m, heads, plan->num_splits);
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads * plan->num_splits);
@@ -203,18 +205,21 @@ std::string describe_row(const Plan& plan, const Problem& p, const DeviceInfo& d
 std::string describe_forward(const Plan& plan) {
   const KernelEntry& row = *plan.main;
   char text[1024];
-  std::snprintf(text, sizeof(text),
-                "tiles      %d x %d, %d row tiles x %d heads = %d\n"
-                "grid       %d blocks, %s\n"
-                "tile order longest first, sections of %d heads\n"
-                "splits     %d\n"
-                "workspace  %zu bytes\n",
-                row.config.tile_m, row.config.tile_n, plan.order.tiles_m, plan.order.heads,
-                plan.order.num_tiles, plan.grid,
-                plan.counted                       ? "each takes the next tile that is left"
-                : plan.grid < plan.order.num_tiles ? "each works through several tiles"
-                                                   : "one per tile",
-                plan.order.section, plan.num_splits, plan.workspace_bytes);
+  std::snprintf(
+      text, sizeof(text),
+      "tiles      %d x %d, %d row tiles x %d heads = %d\n"
+      "grid       %d blocks, %s\n"
+      "tile order longest first, sections of %d heads\n"
+      "splits     %d\n"
+      "workspace  %zu bytes\n"
+      "%s",
+      row.config.tile_m, row.config.tile_n, plan.order.tiles_m, plan.order.heads,
+      plan.order.num_tiles, plan.grid,
+      plan.counted                       ? "each takes the next tile that is left"
+      : plan.grid < plan.order.num_tiles ? "each works through several tiles"
+                                         : "one per tile",
+      plan.order.section, plan.num_splits, plan.workspace_bytes,
+      row.config.pack ? "packed     the query heads of a key head share its row tiles\n" : "");
   return text;
 }
 

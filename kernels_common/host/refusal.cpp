@@ -219,6 +219,17 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
   if (bits & kMisfitDescale)
     reasons.add(row.dtype == DType::kE4m3 ? "no descales per block of rows" : "no descales");
   if (bits & kMisfitDropout) reasons.add("no dropout");
+  if (bits & kMisfitPack) {
+    if (p.batch_invariant)
+      reasons.add("packs the query heads of a group, which depends on the length of a call");
+    else if (row.arch == 90)
+      reasons.add("packs the query heads of a group, a power of two from 2 to %d, the call has %d",
+                  row.tile_m, p.heads_k > 0 ? p.heads_q / p.heads_k : 1);
+    else
+      reasons.add(
+          "packs the query heads of a group: for at most %lld query positions, the call has %lld",
+          static_cast<long long>(kMostPackedPositions), static_cast<long long>(query_positions(p)));
+  }
   if (bits & kMisfitSplits) reasons.add("cannot split the keys (num_splits %d)", p.num_splits);
   if (bits & kMisfitBatchIndex)
     reasons.add(

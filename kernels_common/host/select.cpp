@@ -4,6 +4,7 @@
 #include "kernels_common/host/select.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <limits>
 
@@ -37,11 +38,21 @@ float residency(const KernelEntry& entry, const DeviceInfo& device) {
   return (entry.threads > 128 ? 1.06f : 1.0f) * narrow;
 }
 
+int group_of(const Problem& p) { return p.heads_k > 0 ? p.heads_q / p.heads_k : 1; }
+
+// Rows of a sequence in the tiles of one head, of a row with `pack` of one key head.
+int64_t rows_of_sequence(const KernelConfig& row, const Problem& p) {
+  return query_positions(p) * (row.pack ? group_of(p) : 1);
+}
+
 // Row tiles of one head that are not empty: packed, sequences of the average length.
 float worked_tiles(const KernelConfig& row, const Problem& p) {
-  if (!p.packed_q()) return static_cast<float>(ceil_div(p.seq.seqlen_q, row.tile_m));
-  return static_cast<float>(p.seq.total_q) / static_cast<float>(row.tile_m) +
-         0.5f * static_cast<float>(p.seq.batch);
+  const int rows = row.pack ? group_of(p) : 1;
+  if (!p.packed_q()) return static_cast<float>(ceil_div(p.seq.seqlen_q * rows, row.tile_m));
+  const auto whole =
+      static_cast<float>(p.seq.total_q) * static_cast<float>(rows) / static_cast<float>(row.tile_m);
+  return std::max(whole + 0.5f * static_cast<float>(p.seq.batch),
+                  static_cast<float>(std::min(p.seq.batch, p.seq.total_q)));
 }
 
 // Keys of the blocks that an average row tile works on. Every edge of the band that passes through
@@ -79,6 +90,43 @@ float tile_time(const KernelConfig& row) {
   return forward_on_hopper(row) ? 20000.0f : 128.0f * static_cast<float>(row.tile_m);
 }
 
+// A warpgroup without rows leaves its share of the tensor cores to the others: tiles of 64 rows
+// take 34 us where full ones of 128 take 49 (4096 keys, H200). Calls of several tiles fill them.
+float filled(const KernelConfig& row, const Problem& p) {
+  if (!forward_on_hopper(row)) return 1.0f;
+  const auto share =
+      static_cast<float>(
+          ceil_div(static_cast<int>(std::min<int64_t>(rows_of_sequence(row, p), row.tile_m)), 64)) *
+      64 / static_cast<float>(row.tile_m);
+  return 0.5f + 0.5f * std::min(1.0f, share);
+}
+
+// Every query position belongs to one tile per group, so that K and V are read once for all its
+// heads. On Hopper cost() decides, and a TMA box holds whole groups. A batch-invariant call must
+// not run otherwise because of its length.
+bool packs(const KernelConfig& row, const Problem& p) {
+  const int group = group_of(p);
+  const int64_t all = int64_t{p.packed_q() ? p.seq.total_q : p.seq.seqlen_q} * group;
+  if (p.batch_invariant || all > std::numeric_limits<int32_t>::max()) return false;
+  if (row.arch != 90) return query_positions(p) <= kMostPackedPositions;
+  return group > 1 && group <= row.tile_m && std::has_single_bit(static_cast<unsigned>(group));
+}
+
+// An Ampere tile of packed rows: for each key the time of 51 rows of an unpacked Ampere tile (9.1
+// of 22.5 ns at D 128, H200). Hopper rows wait for the same L2 as it does, 8 ns for a key of 64
+// rows; on Hopper GPUs their unit counts. Splits spread a long tile over several multiprocessors.
+float packed_cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
+  const KernelConfig& row = entry.config;
+  const float unit = device.hopper() ? 1.75f : 4.0f;
+  const float keys = worked_keys(row, p);
+  const float tile =
+      unit * static_cast<float>(row.head_dim_qk + row.head_dim_v) * (keys * 51.0f + 10000.0f);
+  const float tiles = worked_tiles(row, p) * static_cast<float>(p.heads_k) *
+                      (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
+  const float least = std::clamp(512.0f / std::max(1.0f, keys), 0.25f, 1.0f);
+  return tile * std::max(least, tiles / static_cast<float>(device.sm_count));
+}
+
 // Time of a product beside that of a Hopper row whose warpgroups have keys of their own. wgmma does
 // about twice the work of mma.sync per cycle; the rest of the margin keeps an Ampere row from
 // winning on a Hopper GPU by rounding of waves alone. Where two warpgroups share 64 keys, the
@@ -114,6 +162,7 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require((row.kv == LoadKind::kPaged) == p.paged, kMisfitPages);
   require(row.dtype == DType::kE4m3 ? !p.descale_blocks : !p.descale(), kMisfitDescale);
   require(p.dropout_p == 0 || row.dropout, kMisfitDropout);
+  require(!row.pack || packs(row, p), kMisfitPack);
   require(p.num_splits <= 1 || row.op != Op::kForward || row.arch == 80, kMisfitSplits);
   if (row.arch == 90) {
     const int bytes = p.dtype == DType::kE4m3 ? 1 : 2;
@@ -132,10 +181,15 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   return bits;
 }
 
+int64_t query_positions(const Problem& p) {
+  if (!p.packed_q() || p.seq.seqlen_q > 0 || p.seq.batch == 0) return p.seq.seqlen_q;
+  return (int64_t{p.seq.total_q} + p.seq.batch - 1) / p.seq.batch;
+}
+
 int64_t row_tiles(const KernelEntry& entry, const Problem& p) {
-  const int tile_m = entry.config.tile_m;
-  return p.packed_q() ? packed_tiles(p.seq.total_q, p.seq.batch, tile_m)
-                      : ceil_div(p.seq.seqlen_q, tile_m);
+  const int tile_m = entry.config.tile_m, rows = entry.config.pack ? group_of(p) : 1;
+  return p.packed_q() ? packed_tiles(p.seq.total_q * rows, p.seq.batch, tile_m)
+                      : ceil_div(p.seq.seqlen_q * rows, tile_m);
 }
 
 int64_t key_tiles(const KernelEntry& entry, const Problem& p) {
@@ -155,22 +209,24 @@ int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {
 
 float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
   const KernelConfig& row = entry.config;
+  if (row.pack && row.arch != 90) return packed_cost(entry, p, device);
   const float mask = row.mask == MaskKind::kNone ? 0.95f : 1.0f;
   const float score = row.score == ScoreKind::kScale ? 1.0f : 1.5f;
   const float tile_shape = row.op == Op::kBackward ? traffic(row) : residency(entry, device);
   const float per_score = product_time(row) * mask * score * tile_shape *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score * time_per_score(row);
-  const float tile =
-      per_score *
-      (worked_keys(row, p) * static_cast<float>(row.tile_m) * time_per_score(row) + tile_time(row));
-  const float tiles = worked_tiles(row, p) * static_cast<float>(p.heads_q) *
+  const float tile = per_score * (worked_keys(row, p) * static_cast<float>(row.tile_m) *
+                                      filled(row, p) * time_per_score(row) +
+                                  tile_time(row));
+  const float tiles = worked_tiles(row, p) * static_cast<float>(row.pack ? p.heads_k : p.heads_q) *
                       (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
   // Tiles on one multiprocessor share it; fewer tiles than multiprocessors leave some idle. A
   // Hopper block works on its tiles one after the other. An Ampere tile of fewer rows than 128 is
   // no sooner done: its warps load the same keys.
   const float each = tiles / static_cast<float>(device.sm_count);
-  if (forward_on_hopper(row)) return tile * std::max(1.0f, std::ceil(each));
+  const float division = row.pack ? 1.02f : 1.0f;  // of packed rows by the group
+  if (forward_on_hopper(row)) return tile * division * std::max(1.0f, std::ceil(each));
   const float least = row.arch == 90 ? 1.0f : 128.0f / static_cast<float>(row.tile_m);
   return tile * std::max({1.0f, least, each});
 }

@@ -33,6 +33,7 @@ enum Misfit : uint32_t {
   kMisfitStride = 1 << 14,  // beyond what a tensor map can hold
   kMisfitBatchIndex = 1 << 15,
   kMisfitReserve = 1 << 16,  // the row needs a block per tile, on every multiprocessor
+  kMisfitPack = 1 << 17,     // the row packs query heads, and the call has too many rows for that
 };
 
 uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);
@@ -57,7 +58,15 @@ int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device);
 // Key tiles of one key head (packed: the bound of all sequences together).
 int64_t key_tiles(const KernelEntry& entry, const Problem& problem);
 
-// Row tiles of one head (packed: the bound of all sequences together).
+// Query positions of a sequence; packed q: by the hint, else of an average one.
+int64_t query_positions(const Problem& problem);
+
+// Ampere rows pack query heads into tiles of 16 rows, which take 0.4 of the time of a tile of 128:
+// three of them would take longer than one.
+inline constexpr int64_t kMostPackedPositions = 32;
+
+// Row tiles of one head, of a row with `pack` of one key head (packed: the bound of all sequences
+// together).
 int64_t row_tiles(const KernelEntry& entry, const Problem& problem);
 
 }  // namespace fa

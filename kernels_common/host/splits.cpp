@@ -10,24 +10,24 @@ namespace fa {
 namespace {
 
 constexpr int kMostParts = 128;
-constexpr int kFewestBlocks = 16;    // of a tile; fewer are not worth a second kernel
+constexpr int kFewestKeys = 1024;    // of a tile; fewer are not worth a second kernel
 constexpr float kTileBlocks = 2;     // what starting and ending a tile costs
-constexpr float kMergeBlocks = 2;    // launch of the merging kernel, about 3 microseconds
+constexpr float kMergeBlocks = 3.5;  // launch of the merging kernel, about 5 microseconds
 constexpr float kBlockBytes = 6e6f;  // of partial results written and read in the time of one block
 
 int64_t query_rows(const Problem& p) {
   return p.packed_q() ? p.seq.total_q : int64_t{p.seq.batch} * p.seq.seqlen_q;
 }
 
-// Blocks of keys that a row tile sees, as far as the host knows.
-int64_t blocks_of_tile(const KernelConfig& row, const Problem& p) {
+// Keys that a row tile sees, as far as the host knows.
+int64_t keys_of_tile(const KernelConfig& row, const Problem& p) {
   int64_t keys = p.packed_k() ? p.seq.total_k / std::max(1, p.seq.batch) : p.seq.seqlen_k;
   if (p.band.left >= 0 && p.band.right >= 0)
     keys = std::min<int64_t>(keys, int64_t{p.band.left} + p.band.right + row.tile_m);
   else if (p.band.left >= 0 && p.band.top_left == 0 && !p.packed_q())
     keys = std::min<int64_t>(keys, int64_t{p.band.left} + p.seq.seqlen_q);
   if (p.band.chunk > 0) keys = std::min<int64_t>(keys, int64_t{p.band.chunk} + row.tile_m);
-  return (keys + row.tile_n - 1) / row.tile_n;
+  return keys;
 }
 
 size_t part_elements(const Problem& p) {
@@ -56,10 +56,12 @@ int64_t lse_stride_batch(const Problem& p) {
 int choose_splits(const KernelEntry& row, const Problem& p, const DeviceInfo& device,
                   int64_t tiles) {
   if (p.num_splits > 0) return p.num_splits;
-  const int64_t blocks = blocks_of_tile(row.config, p);
+  const int64_t keys = keys_of_tile(row.config, p);
+  const int at_once = row.config.pack ? row.config.tile_n * row.config.warps : row.config.tile_n;
+  const int64_t blocks = (keys + at_once - 1) / at_once;
   const int64_t slots = int64_t{device.sm_count} * blocks_per_sm(row, device);
   if (p.batch_invariant || row.config.arch == 90) return 1;
-  if (tiles == 0 || 2 * tiles > slots || blocks < kFewestBlocks) return 1;
+  if (tiles == 0 || 2 * tiles > slots || keys < kFewestKeys) return 1;
   const float traffic = static_cast<float>(part_elements(p)) * 8 / kBlockBytes;
   const auto waves = [&](int64_t n) { return static_cast<float>((tiles * n + slots - 1) / slots); };
   int best = 1;

@@ -138,11 +138,14 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, FwdTypes<Row>::kMinBl
         state.score = score_tile(args.score, seq.index, head_q, seq.q_len, seq.k_len);
       if constexpr (T::kConfig.dropout)
         if (args.dropout.seed_offset != nullptr)
-          state.dropout = dropout_place(args.dropout.seed_offset, seq.index, heads_q, head_q);
+          fill_dropout_tile(dropout_place(args.dropout.seed_offset, seq.index, heads_q, head_q),
+                            smem.dropout[warp].tile);
     }
     __syncwarp();
     const CpAsyncKv<Row> loader(args, state, smem_k, smem_v);
     FwdStep<Row> step(args, loader, state, smem_q, smem_k, smem_v);
+    if constexpr (T::kConfig.dropout)
+      step.dropout_memory = cute::cast_smem_ptr_to_uint(&smem.dropout[warp]);
     PlainQ<Row>::load(static_cast<const char*>(args.q.data) +
                           2 * (seq.q_batch * args.q.stride_batch +
                                int64_t(seq.q_begin + seq.m_first) * args.q.stride_row +

@@ -13,7 +13,7 @@ namespace fa::sm80 {
 template <class Row>
 class CpAsyncKv {
   using T = FwdTypes<Row>;
-  static constexpr int kRowStep = T::kThreads / 8;
+  static constexpr int kRowStep = T::kTeam / 8;
 
  public:
   FA_DEVICE CpAsyncKv(const FwdArgs& args, const TileState<typename T::Mask>& state,
@@ -40,7 +40,8 @@ class CpAsyncKv {
  private:
   template <int kDim>
   FA_DEVICE void load(const char* base, int64_t row_bytes, int n, int dim, uint32_t smem) const {
-    const int thread = thread_again(), row = thread / 8, chunk = thread % 8, first = n * T::kTileN;
+    const int thread = thread_in_team<T>(), row = thread / 8, chunk = thread % 8,
+              first = n * T::kTileN;
     const char* src = base + int64_t(first + row) * row_bytes + chunk * 16;
     const int lo = state_.range.any_lo - first, hi = state_.range.any_hi - first;
     if (lo > 0 || hi < T::kTileN)  // only the first and the last block

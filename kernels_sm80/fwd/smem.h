@@ -10,6 +10,13 @@
 
 namespace fa::sm80 {
 
+// The thread among those that share a key block.
+template <class T>
+FA_DEVICE int thread_in_team() {
+  if constexpr (T::kPacked) return thread_again() % 32;
+  return thread_again();
+}
+
 // Facts of the current tile that no product needs; kept out of registers, one copy per warp.
 template <class Mask>
 struct TileState {
@@ -23,8 +30,16 @@ struct TileState {
   DropoutPlace dropout;  // of rows that drop weights
 };
 
+// Of rows that drop weights: one copy per warp.
+template <bool kDropout, int kWarps>
+struct DropoutSmem {
+  DropoutMemory dropout[kWarps];
+};
+template <int kWarps>
+struct DropoutSmem<false, kWarps> {};
+
 template <class Row>
-struct FwdSmem {
+struct FwdSmem : DropoutSmem<Row::kConfig.dropout == 1, Row::kConfig.warps> {
   using T = FwdTypes<Row>;
   using E = typename T::Element;
   static constexpr int kQueryDim = T::kDimQk > T::kDimV ? T::kDimQk : T::kDimV;

@@ -23,9 +23,11 @@ class FwdStep {
   using T = FwdTypes<Row>;
   static constexpr int kRows = 2 * T::kSlabs;  // of this thread
   static constexpr int kKSteps = T::kDimQk / 16;
+  static constexpr int kBlocks = T::kTileN / 16;  // of keys, each one operand of P · V
   static constexpr int kAhead = 1;  // operands of K and V loaded ahead of the product in progress
   using Scores = Accumulator<T::kSlabs, T::kTileN>;
   using Output = Accumulator<T::kSlabs, T::kDimV>;
+  using Weights = uint32_t[kBlocks][T::kSlabs][4];  // packed: operands of P · V
 
  public:
   static constexpr bool kFirstIsNext = true;  // for attend_tile()
@@ -59,7 +61,11 @@ class FwdStep {
   template <class Edge, class Score>
   FA_DEVICE void next(int n, Edge, Score) {
     cute::cp_async_wait<0>();
-    __syncthreads();  // K(n), with two slots V(n) too, is here; nobody reads block n + 1 any more
+    // K(n), with two slots V(n) too, is here; nobody reads block n + 1 any more.
+    if constexpr (T::kPacked)
+      __syncwarp();
+    else
+      __syncthreads();
     if constexpr (T::kStages == 1) {
       loader_.load_v(n, 0);
     } else if (n > loader_.first_block()) {
@@ -78,14 +84,26 @@ class FwdStep {
     if constexpr (T::kConfig.score == ScoreKind::kAny) score(n);
     if constexpr (Edge::kMasked) mask(n);
     softmax_of_block();
-    if constexpr (T::kConfig.dropout) drop_weights(n);
-    products_pv(n);
+    if constexpr (T::kConfig.dropout) {
+      Weights weights;
+      pack_and_drop(n, weights);
+      products_pv(n, [&](int key_step, uint32_t (&a)[T::kSlabs][4]) {
+        CUTE_UNROLL
+        for (int m = 0; m < T::kSlabs; ++m) {
+          CUTE_UNROLL
+          for (int i = 0; i < 4; ++i) a[m][i] = weights[key_step][m][i];
+        }
+      });
+    } else {
+      products_pv(n, [&](int key_step, uint32_t (&a)[T::kSlabs][4]) { pack(key_step, a); });
+    }
   }
 
   FA_DEVICE void last() {}
 
   Output output;  // ((2, 2), MMA_M, MMA_N)
   OnlineSoftmax<kRows> softmax;
+  uint32_t dropout_memory;  // address of the warp's DropoutMemory
 
  private:
   FA_DEVICE static int slot(int n) { return T::kStages == 1 ? 0 : n & 1; }
@@ -94,7 +112,11 @@ class FwdStep {
   FA_DEVICE void between_products(int n) {
     if constexpr (T::kStages == 1) {
       cute::cp_async_wait<0>();
-      block_barrier();  // V(n) is here; nobody reads K(n) any more
+      // V(n) is here; nobody reads K(n) any more.
+      if constexpr (T::kPacked)
+        __syncwarp();
+      else
+        block_barrier();
       if (n > loader_.first_block()) loader_.load_k(n - 1, 0);
       cute::cp_async_fence();
     }
@@ -114,23 +136,52 @@ class FwdStep {
   // here, where no product is in flight.
   FA_DEVICE void score(int n) {
     auto view = acc_view(scores_);  // (rows, columns)
-    const int thread = thread_again(), lane = thread % 32;
+    const int thread = thread_in_team<T>(), lane = thread % 32;
     const int row = first_row(thread) + lane / 4, col = n * T::kTileN + acc_first_col(lane);
     with_score<T::kConfig.score>(args_.score, [&](auto policy) {
-      policy.template apply<16>(view, args_.score, state_.score, row, col);
+      if constexpr (T::kPacked && !policy.kPlain) {
+        for_each_packed_row(view, row, [&](auto& one, int position, int head) {
+          const SeqInfo& seq = state_.seq;
+          const ScoreTile tile = score_tile(args_.score, seq.index, head, seq.q_len, seq.k_len);
+          policy.template apply<16>(one, args_.score, tile, position, col);
+        });
+      } else {
+        policy.template apply<16>(view, args_.score, state_.score, row, col);
+      }
     });
   }
 
-  // After the softmax: its sums, and so LSE, are those of all weights.
-  FA_DEVICE void drop_weights(int n) {
+  // After the softmax: its sums, and so LSE, are those of all weights. A weight that is dropped is
+  // cleared where two lie packed.
+  FA_DEVICE void pack_and_drop(int n, Weights& weights) {
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) pack(b, weights[b]);
     if (args_.dropout.seed_offset == nullptr) return;
-    auto view = acc_view(scores_);  // (rows, columns)
-    const int thread = thread_again(), lane = thread % 32;
-    for_each_dropout<kRows, T::kTileN / 4, 16>(state_.dropout, args_.dropout.threshold,
-                                               first_row(thread) + lane / 4, n * T::kTileN, lane,
-                                               [&](int r, int c, bool dropped) {
-                                                 if (dropped) view(r, c) = 0.f;
-                                               });
+    const int thread = thread_in_team<T>(), lane = thread % 32;
+    uint32_t kept[kRows * kBlocks];
+    kept_weights<kRows, kBlocks, 16>(dropout_memory, args_.dropout.threshold, first_row(thread),
+                                     n * T::kTileN, lane, kept);
+    CUTE_UNROLL
+    for (int b = 0; b < kBlocks; ++b) {
+      CUTE_UNROLL
+      for (int m = 0; m < T::kSlabs; ++m) {
+        CUTE_UNROLL
+        for (int i = 0; i < 4; ++i) {  // see pack()
+          const uint32_t word = kept[(2 * m + i % 2) * kBlocks + b];
+          weights[b][m][i] &= i / 2 == 0 ? kept_pair<0>(word) : kept_pair<1>(word);
+        }
+      }
+    }
+  }
+
+  // Calls run(one, position, head) for each row of a view: a view of that row alone, its position
+  // and query head. `row`: the packed row of the view's row 0.
+  template <class View, class Run>
+  FA_DEVICE void for_each_packed_row(View& view, int row, Run run) const {
+    for_each_row(view, [&](auto& one, int r) {
+      const PackedRow at = packed_row(row + acc_row(r, 16), args_.group);
+      run(one, at.position, state_.head_q + at.head);
+    });
   }
 
   // Of the warp, counted from the sequence's first.
@@ -140,9 +191,15 @@ class FwdStep {
 
   FA_DEVICE void mask(int n) {
     auto view = acc_view(scores_);  // (rows, columns)
-    const int thread = thread_again(), lane = thread % 32;
+    const int thread = thread_in_team<T>(), lane = thread % 32;
     const int row = first_row(thread) + lane / 4;
-    state_.mask.template apply<16>(view, row, n * T::kTileN + acc_first_col(lane));
+    const int col = n * T::kTileN + acc_first_col(lane);
+    if constexpr (T::kPacked)
+      for_each_packed_row(view, row, [&](auto& one, int position, int) {
+        state_.mask.template apply<16>(one, position, col);
+      });
+    else
+      state_.mask.template apply<16>(view, row, col);
   }
 
   // Scores to probabilities, in place; O and the sums to the new maxima.
@@ -177,7 +234,7 @@ class FwdStep {
 
   // Lane addresses of the ldmatrix operands; made anew for each product.
   FA_DEVICE uint32_t q_lane() const {
-    const int thread = thread_again();
+    const int thread = thread_in_team<T>();
     return smem_q_ + lane_offset_rows<T::kTileM>(thread % 32) + thread / 32 * (T::kWarpRows * 128);
   }
   FA_DEVICE void load_q_operand(uint32_t rows, int j, uint32_t (&a)[T::kSlabs][4]) const {
@@ -217,8 +274,9 @@ class FwdStep {
     }
   }
 
-  // output += P · V(n)
-  FA_DEVICE void products_pv(int n) {
+  // output += P · V(n). weights_of(key_step, a): the operand of 16 keys.
+  template <class WeightsOf>
+  FA_DEVICE void products_pv(int n, WeightsOf weights_of) {
     constexpr int kTiles = T::kDimV / 16, kTotal = T::kTileN / 16 * kTiles;
     const uint32_t values = smem_v_ + lane_offset_rows<T::kTileN>(thread_again() % 32) +
                             slot(n) * (SwizzledTile<T::kTileN>::size(T::kDimV) * 2);
@@ -233,7 +291,7 @@ class FwdStep {
     CUTE_UNROLL
     for (int t = 0; t < kTotal; ++t) {
       if (t + kAhead < kTotal) load_b(t + kAhead);
-      if (t % kTiles == 0) pack(t / kTiles, a);
+      if (t % kTiles == 0) weights_of(t / kTiles, a);
       CUTE_UNROLL
       for (int m = 0; m < T::kSlabs; ++m)
         multiply_pair<T::kType>(output, m, t % kTiles, a[m], b[t % (kAhead + 1)]);

@@ -48,6 +48,7 @@ struct FwdTypes {
   static constexpr int kConsumers = kThreads / kWarpgroupThreads - 1;
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr bool kFp8 = kConfig.dtype == DType::kE4m3;
+  static constexpr bool kPacked = kConfig.pack == 1;  // rows are (position, head of a group)
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
   // Columns of one swizzled panel of Q and K (16 bits: of V too): 128 bytes, or 64 where the head
   // dims are no multiple of that.
@@ -61,7 +62,8 @@ struct FwdTypes {
   // A wide O, a third warpgroup to share with, or a softcap's intermediate values leave a thread no
   // register: what it keeps besides costs time or a stack frame.
   static constexpr bool kWideOutput = kDimV > 128;
-  static constexpr bool kTight = kWideOutput || kConsumers == 3 || kConfig.score == ScoreKind::kAny;
+  static constexpr bool kTight =
+      kWideOutput || kConsumers == 3 || kConfig.score == ScoreKind::kAny || kPacked;
   // The last P·V of a tile runs beside the first Q·Kᵀ of the next. Needs Q's buffer free, and
   // registers.
   static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;
@@ -91,6 +93,10 @@ struct FwdTypes {
                 "kv=selftma serves unmasked 16-bit rows of two stages and two slots of Q");
   static_assert(!kCopied || (!kFp8 && kWholePanels && kConfig.mask == MaskKind::kNone),
                 "kv=cpasync serves unmasked 16-bit rows of whole panels");
+  static_assert(
+      !kPacked || (!kFp8 && !kCopied && !kSelfLoad && kConfig.o_buf != 2 &&
+                   kConfig.score == ScoreKind::kScale),
+      "pack=1 is for 16-bit rows by TMA with the score `scale` whose O leaves through memory");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(!kFp8 || kConfig.step == StepKind::kSerial,
                 "e4m3 rows do not overlap the products of two key blocks");

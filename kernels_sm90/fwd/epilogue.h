@@ -23,8 +23,12 @@ class FwdEpilogue {
   // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
   FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile,
                        uint16_t* rows) const {
-    const float sink = sink_of(args_, tile.head_q);
-    const float sinks[2] = {sink, sink};
+    const float sink = T::kPacked ? 0.f : sink_of(args_, tile.head_q);
+    float sinks[2] = {sink, sink};
+    if constexpr (T::kPacked) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) sinks[r] = sink_of(args_, place(tile, r).head);
+    }
     softmax.finish(scale_log2<Row>(args_, tile), sinks, T::kProbabilityShift);
     if constexpr (T::kFp8) {
       CUTE_UNROLL
@@ -38,7 +42,8 @@ class FwdEpilogue {
       for (int c = 0; c < cute::size<1>(view); ++c)
         view(r, c) = softmax.sum[r] == 0.f ? 0.f : view(r, c) * softmax.sum[r];
     }
-    if (tile.seq.m_first + T::kTileM > tile.seq.q_len) clear_rows(view, softmax, tile.seq);
+    if (tile.seq.m_first + T::kTileM > tile.seq.q_len * rows_of_position())
+      clear_rows(view, softmax, tile.seq);
     store_lse(softmax, tile);
     if constexpr (!T::kOwnOutput && !T::kOutputOverQ) {
       if (args_.out_fp32 == 0)
@@ -47,8 +52,8 @@ class FwdEpilogue {
         store_rows(view, tile);
     } else {
       // A box clips only at the end of the tensor: packed sequences end before it.
-      const bool fits =
-          args_.seq.cu_q == nullptr || tile.seq.m_first + T::kTileM <= tile.seq.q_slot;
+      const bool fits = args_.seq.cu_q == nullptr ||
+                        tile.seq.m_first + T::kTileM <= tile.seq.q_slot * rows_of_position();
       if (fits && args_.out_fp32 == 0)
         store_box(o, tile, rows + thread_.warp() * 16 * T::kOutPanel);
       else
@@ -72,6 +77,24 @@ class FwdEpilogue {
     }
   }
 
+  // Where the box of a warp's rows goes. The map of packed rows has the heads before the positions.
+  FA_DEVICE BoxCoord box_of(const FwdTile& tile, int row, int dim) const {
+    if constexpr (T::kPacked) {
+      const PackedRow at = packed_row_by_shift(row, args_.group);
+      return BoxCoord{dim, tile.head_q + at.head, tile.seq.q_begin + at.position, tile.seq.q_batch};
+    } else {
+      return BoxCoord{dim, tile.seq.q_begin + row, tile.head_q, tile.seq.q_batch};
+    }
+  }
+  FA_DEVICE int rows_of_position() const { return T::kPacked ? args_.group : 1; }
+  // Position and query head of view row r.
+  FA_DEVICE PackedRow place(const FwdTile& tile, int r) const {
+    const int row = tile.seq.m_first + first_row() + 8 * r;
+    if constexpr (!T::kPacked) return PackedRow{row, tile.head_q};
+    const PackedRow at = packed_row_by_shift(row, args_.group);
+    return PackedRow{at.position, tile.head_q + at.head};
+  }
+
   FA_DEVICE int lane() const { return thread_.index() % 32; }
   // Of view row 0; row 1 is eight further.
   FA_DEVICE int first_row() const { return thread_.warp_of_lane() * 16 + lane() / 4; }
@@ -81,7 +104,7 @@ class FwdEpilogue {
   FA_DEVICE void clear_rows(View& view, OnlineSoftmax<2>& softmax, const SeqInfo& seq) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      if (seq.m_first + first_row() + 8 * r < seq.q_len) continue;
+      if (seq.m_first + first_row() + 8 * r < seq.q_len * rows_of_position()) continue;
       softmax.max[r] = -INFINITY;
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) = 0.f;
@@ -89,6 +112,16 @@ class FwdEpilogue {
   }
 
   FA_DEVICE void store_lse(const OnlineSoftmax<2>& softmax, const FwdTile& tile) const {
+    if constexpr (T::kPacked) {
+      if (args_.lse == nullptr || lane() % 4 != 0) return;
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        const PackedRow at = place(tile, r);
+        if (at.position < tile.seq.q_slot)
+          lse_rows(args_, tile.seq, at.head)[at.position] = softmax.max[r];
+      }
+      return;
+    }
     float* lse = lse_rows(args_, tile.seq, tile.head_q);
     if (lse == nullptr || lane() % 4 != 0) return;
     CUTE_UNROLL
@@ -125,13 +158,12 @@ class FwdEpilogue {
     fence_async_shared();
     __syncwarp();
     const int q_row = tile.seq.m_first + 16 * thread_.warp();
-    if (lane() == 0 && q_row < tile.seq.q_slot) {
+    if (lane() == 0 && q_row < tile.seq.q_slot * rows_of_position()) {
       CUTE_UNROLL
       for (int panel = 0; panel < T::kDimV / T::kOutPanel; ++panel)
         if (panel * T::kOutPanel < args_.dim_v)
           tma_store(map_, rows + panel * T::kTileM * T::kOutPanel,
-                    BoxCoord{panel * T::kOutPanel, tile.seq.q_begin + q_row, tile.head_q,
-                             tile.seq.q_batch});
+                    box_of(tile, q_row, panel * T::kOutPanel));
       tma_store_commit();
     }
   }
@@ -163,7 +195,12 @@ class FwdEpilogue {
     const int size = args_.out_fp32 != 0 ? 4 : 2;
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      const int row = tile.seq.m_first + first_row() + 8 * r;
+      int row = tile.seq.m_first + first_row() + 8 * r;
+      if constexpr (T::kPacked) {
+        const PackedRow packed = place(tile, r);
+        row = packed.position;
+        out = out_rows(args_, tile.seq, packed.head);
+      }
       if (row >= tile.seq.q_slot) continue;
       char* at = out + (row * args_.out.stride_row + 2 * (lane() % 4)) * size;
       CUTE_UNROLL

@@ -69,7 +69,11 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
       step.pass_query();
       if constexpr (!Step::kCarry) step.settle();
     } else {
-      store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
+      if constexpr (T::kPacked)
+        store_empty_packed(params.args, tile.seq, tile.head_q, T::kTileM, thread,
+                           32 * T::kConsumerWarps);
+      else
+        store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
     }
     step.retire(slot);
   }
@@ -102,7 +106,8 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
       tma_prefetch_map(params.q);
       tma_prefetch_map(params.k);
       tma_prefetch_map(params.v);
-      produce<Row>(smem, TmaQ<Row>{params.q, smem}, TmaKv<Row>{params.k, params.v, smem});
+      produce<Row>(smem, TmaQ<Row>{.map = params.q, .smem = smem, .group = params.args.group},
+                   TmaKv<Row>{params.k, params.v, smem});
     } else if (threadIdx.x == 32) {
       schedule<Row>(params.args, smem);
     }

@@ -28,6 +28,24 @@ inline fa_status encode_rows(const char* name, const TensorArg& tensor, DType dt
   return encode_tensor_map(spec, map);
 }
 
+// The same with the query heads of a group packed: boxes of all heads of a position, or of
+// `box_rows` of them, before the next position.
+inline fa_status encode_packed_rows(const char* name, const TensorArg& tensor, DType dtype,
+                                    int64_t dim, int64_t rows, int64_t heads, int64_t batch,
+                                    int group, int box_rows, TensorMap* map, int columns) {
+  const int box_heads = group < box_rows ? group : box_rows;
+  const TensorMapSpec spec{
+      .name = name,
+      .data = tensor.data,
+      .dtype = dtype,
+      .extent = {dim, heads, rows, batch},
+      .stride_bytes = {tensor.stride_head * 2, tensor.stride_row * 2, tensor.stride_batch * 2},
+      .box = {columns, box_heads, box_rows / box_heads, 1},
+      .swizzle_128 = columns == 64,
+      .swizzle_64 = columns == 32};
+  return encode_tensor_map(spec, map);
+}
+
 // The transposed V in boxes of 128 keys x all columns of the row.
 inline fa_status encode_value_keys(const FwdArgs& args, int dim, TensorMap* map) {
   const int64_t keys = int64_t{args.v_keys.tiles} * kValueTile;
@@ -55,8 +73,12 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
   const int64_t k_batch = packed_k                       ? 1
                           : seq.batch_index_k != nullptr ? int64_t{1} << 30
                                                          : seq.batch;
-  FA_TRY(encode_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM,
-                     &params->q, T::kPanel));
+  if constexpr (T::kPacked)
+    FA_TRY(encode_packed_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch,
+                              args.group, T::kTileM, &params->q, T::kPanel));
+  else
+    FA_TRY(encode_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM,
+                       &params->q, T::kPanel));
   if (k_rows > 0) {  // otherwise no block is ever loaded
     FA_TRY(encode_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN,
                        &params->k, T::kPanel));
@@ -67,7 +89,11 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
                          &params->v, T::kPanel));
   }
   constexpr DType kOutType = T::kFp8 ? DType::kBf16 : kType;  // TMA only moves 16 bits
-  if (args.out_fp32 == 0)
+  if (args.out_fp32 != 0) return FA_OK;
+  if constexpr (T::kPacked)
+    FA_TRY(encode_packed_rows("out", args.out, kOutType, args.dim_v, q_rows, args.heads_q, q_batch,
+                              args.group, 16, &params->out, T::kOutPanel));
+  else
     FA_TRY(encode_rows("out", args.out, kOutType, args.dim_v, q_rows, args.heads_q, q_batch, 16,
                        &params->out, T::kOutPanel));
   return FA_OK;

@@ -34,7 +34,8 @@ FA_DEVICE bool next_tile(const FwdArgs& args, BlockTiles& tiles, FwdTile& tile) 
     const uint32_t index = tiles.take();
     if (index >= static_cast<uint32_t>(args.order.num_tiles)) return false;
     fwd_tile<Row>(args, static_cast<int>(index), tile);
-    if (tile.seq.m_first < tile.seq.q_slot) return true;
+    const int rows = FwdTypes<Row>::kPacked ? args.group : 1;  // of a position
+    if (tile.seq.m_first < tile.seq.q_slot * rows) return true;
   }
 }
 

@@ -15,6 +15,7 @@ struct TmaQ {
   const TensorMap& map;
   FwdSmem<Row>& smem;
   SlotCursor<T::kQSlots> at{1};
+  int group = 1;  // query heads of a key head, where they are packed
 
   FA_DEVICE void load(const FwdTile& tile) {
     mbarrier_wait(&smem.q_slots.empty[at.slot()], at.parity());
@@ -24,9 +25,17 @@ struct TmaQ {
     for (int panel = 0; panel < T::kDimQk / T::kPanel; ++panel)
       tma_load<L2Policy::kEvictFirst>(
           map, smem.q + (at.slot() * T::kDimQk + panel * T::kPanel) * T::kTileM, full,
-          BoxCoord{panel * T::kPanel, tile.seq.q_begin + tile.seq.m_first, tile.head_q,
-                   tile.seq.q_batch});
+          box_of(tile, panel * T::kPanel));
     at.advance();
+  }
+
+  // The map of packed rows has the heads before the positions.
+  FA_DEVICE BoxCoord box_of(const FwdTile& tile, int dim) const {
+    if constexpr (T::kPacked)
+      return BoxCoord{dim, tile.head_q, tile.seq.q_begin + tile.seq.m_first / group,
+                      tile.seq.q_batch};
+    else
+      return BoxCoord{dim, tile.seq.q_begin + tile.seq.m_first, tile.head_q, tile.seq.q_batch};
   }
 };
 

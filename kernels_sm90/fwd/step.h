@@ -312,6 +312,14 @@ class FwdStep {
   FA_DEVICE void mask_scores(int n) {
     auto view = acc_view(s_);  // (2, tile_n / 4)
     const int thread = thread_.index();
+    if constexpr (T::kPacked) {
+      for_each_row(view, [&](auto& one, int r) {
+        const int row = tile().seq.m_first + first_row(thread) + 8 * r;
+        mask().template apply<64>(one, packed_row_by_shift(row, args_.group).position,
+                                  n * T::kTileN + acc_first_col(thread % 32));
+      });
+      return;
+    }
     mask().template apply<64>(view, tile().seq.m_first + first_row(thread),
                               n * T::kTileN + acc_first_col(thread % 32));
   }

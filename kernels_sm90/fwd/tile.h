@@ -15,7 +15,7 @@ struct FwdTile {
   Band band;
   KeyRange range;
   ScoreTile score;
-  int head_q, head_k;
+  int head_q, head_k;           // packed rows: the first query head of the group
   int keys_lo, keys_hi;         // keys that some row of the sequence sees
   int scrub_first, scrub_last;  // the first (rightmost), last block holds V rows outside them
   // e4m3: factors of scores and of V; where the tile's V begins in FwdArgs::v_keys.
@@ -27,6 +27,11 @@ struct FwdTile {
   // Otherwise neither side touches a slot of Q, K or V.
   FA_DEVICE bool has_work() const { return last == 0 && range.begin < range.end; }
 };
+
+// packed_row() of a group that is a power of two: consumers have no registers for a division.
+FA_DEVICE PackedRow packed_row_by_shift(int row, int group) {
+  return PackedRow{row >> (__ffs(group) - 1), row & (group - 1)};
+}
 
 template <class Row>
 FA_DEVICE float scale_log2(const FwdArgs& args, const FwdTile& tile) {
@@ -71,18 +76,19 @@ FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
 // Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, and behind the
 // last row. A block whose rows are overwritten is passed by none, since all consumers take part in
 // that.
+// `rows`: of a position.
 template <class Row>
-FA_DEVICE void find_passed_blocks(FwdTile& tile) {
+FA_DEVICE void find_passed_blocks(FwdTile& tile, int rows) {
   using T = FwdTypes<Row>;
   const SeqInfo& s = tile.seq;
   const int blocks = tile.range.end - tile.range.begin;
   for (int w = 0; w < T::kConsumers; ++w) {
     const int first_row = s.m_first + 64 * w;
     int passed = 0;
-    if (first_row >= s.q_slot) {
+    if (first_row >= s.q_slot * rows) {
       passed = blocks;
-    } else if (T::Mask::kNeeded && first_row < s.q_len) {
-      const int last_key = tile.band.last_key(min_of(first_row + 63, s.q_len - 1));
+    } else if (T::Mask::kNeeded && first_row < s.q_len * rows) {
+      const int last_key = tile.band.last_key(min_of(first_row + 63, s.q_len * rows - 1) / rows);
       const int end =
           ceil_div(max_of(min_of(s.k_len, min_of(last_key, kUnlimited - 1) + 1), 0), T::kTileN);
       passed = clamp_to(tile.range.end - end, 0, blocks - 1);
@@ -95,18 +101,21 @@ template <class Row>
 FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   using T = FwdTypes<Row>;
   const TileCoord coord = tile_coord(args.order, index);
-  const int batch = coord.head / args.heads_q;  // packed: 0
-  const SeqInfo s = seq_info(args.seq, coord.m, batch, T::kTileM);
-  const int head_q = coord.head - batch * args.heads_q;
+  const int heads = T::kPacked ? args.heads_k : args.heads_q;
+  const int rows = T::kPacked ? args.group : 1;  // of a position
+  const int batch = coord.head / heads;          // packed q: 0
+  const SeqInfo s = seq_info(args.seq, coord.m, batch, T::kTileM, rows);
+  const int head = coord.head - batch * heads, head_q = head * rows;
   tile.seq = s;
   tile.head_q = head_q;
-  tile.head_k = head_q / args.group;
+  tile.head_k = T::kPacked ? head : head_q / args.group;
   const Band band = T::Mask::kNeeded ? make_band(args.band, s.q_len, s.k_len)
                                      : Band{kUnlimited, kUnlimited, 0, 0};
   tile.band = band;
-  tile.range = s.m_first >= s.q_len
+  tile.range = s.m_first >= s.q_len * rows
                    ? KeyRange{0, 0, 0, 0, 0, 0}
-                   : key_range(band, s.m_first, min_of(s.m_first + T::kTileM, s.q_len) - 1, s.k_len,
+                   : key_range(band, s.m_first / rows,
+                               (min_of(s.m_first + T::kTileM, s.q_len * rows) - 1) / rows, s.k_len,
                                T::kTileN);
   if constexpr (T::kConfig.score == ScoreKind::kAny)
     tile.score = score_tile(args.score, s.index, head_q, s.q_len, s.k_len);
@@ -116,7 +125,7 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
     tile.scrub_first = tile.scrub_last = 0;  // the transposed V has zeros there
     find_descales(args, tile);
   }
-  find_passed_blocks<Row>(tile);
+  find_passed_blocks<Row>(tile, rows);
 }
 
 // The tiles of this block: dealt in rounds, of which every second runs backwards, so that no block

@@ -8,7 +8,8 @@ Conventions of all of them: tensors are [B, S, H, D], packed [total, H, D]; `sof
 1 / sqrt(D); `window_size` is (left, right), -1 without a limit, and `causal` sets right to 0
 whatever is given; LSE is the natural logarithm, fp32 [B, Hq, Sq], packed [Hq, total_q].
 `q_descale`, `k_descale`, `v_descale` are fp32 [B, Hkv], for float8_e4m3fn only. `num_splits` below
-1 lets the library choose and changes only the rounding; `max_seqlen_*` never changes a result.
+1 lets the library choose and changes only the rounding; `max_seqlen_*` are hints that change no
+more than that.
 `attention_chunk` c lets positions see each other only inside chunks of c, 0 is off; `softcap` caps
 scores by softcap * tanh(s / softcap), 0 is off.
 

@@ -259,7 +259,8 @@ def attention_varlen(
             H, D].
             Each begins with 0, never decreases and ends within the tensor. On a GPU their values
             are not read by the host, so not checked: others give wrong rows or an illegal access.
-        max_seqlen_q, max_seqlen_k: hints for the choice of a kernel; results never depend on them.
+        max_seqlen_q, max_seqlen_k: hints for the choice of a kernel, of whatever value: like that
+            choice, they change no more than the rounding, with `batch_invariant` not a bit.
         **options: as `attention`, including causal, window_size and return_lse.
 
     Returns:

@@ -2,6 +2,8 @@
 // Are the bits of dropout those of docs/numerics.md, and does each lane of a quad get its own?
 #include "kernels_common/device/philox.h"
 
+#include <random>
+
 #include "tests/cpp/check.h"
 
 using namespace fa;
@@ -52,6 +54,42 @@ void bytes_of_a_quad() {
     }
 }
 
+// Several calls with the keys of a tile are single calls.
+void calls_of_a_tile() {
+  std::mt19937 random(7);
+  for (int trial = 0; trial < 1000; ++trial) {
+    const int64_t seed_offset[2] = {int64_t(uint64_t(random()) << 32 | random()),
+                                    int64_t(uint64_t(random()))};
+    const DropoutPlace place = dropout_place(seed_offset, int(random() % 100), 8, 3);
+    DropoutTile tile;
+    fill_dropout_tile(place, tile);
+    const auto words4 = [&tile](int i) {
+      const uint32_t* from = i == 0 ? tile.first : tile.keys + 4 * (i - 1);
+      return PhiloxWords{{from[0], from[1], from[2], from[3]}};
+    };
+    const auto word = [&random] { return static_cast<uint32_t>(random()); };
+    const uint32_t rows[2] = {word(), word()}, blocks[2] = {word(), word()};
+    PhiloxWords got[2];
+    dropout_calls(words4, rows, blocks, got);
+    for (int c = 0; c < 2; ++c) {
+      const PhiloxWords wanted = dropout_words(place, int(rows[c]), int(blocks[c]));
+      for (int i = 0; i < 4; ++i) expect_equal(got[c].w[i], wanted.w[i], "a word of a tile's call");
+    }
+  }
+}
+
+// Four comparisons at once are four comparisons.
+void bytes_at_once() {
+  for (int threshold = 0; threshold < 256; ++threshold)
+    for (int byte = 0; byte < 256; ++byte) {
+      const uint32_t bytes = uint32_t(byte) | uint32_t(255 - byte) << 8 |
+                             uint32_t(byte ^ 0x80) << 16 | uint32_t(threshold) << 24;
+      const uint32_t kept = kept_bytes(bytes, threshold);
+      for (int e = 0; e < 4; ++e)
+        expect_equal(kept >> (8 * e + 7) & 1, !is_dropped(bytes, e, threshold), "a byte is kept");
+    }
+}
+
 void thresholds() {
   expect_equal(dropout_threshold(0.1f), 26, "p = 0.1");
   expect_equal(dropout_threshold(0.25f), 64, "p = 0.25");
@@ -68,6 +106,8 @@ int main() {
   known_vectors();
   seeds_of_any_sign();
   bytes_of_a_quad();
+  calls_of_a_tile();
+  bytes_at_once();
   thresholds();
   return report("philox_test");
 }

@@ -25,13 +25,15 @@ def row_cases(row: libfa.Row) -> list[Case]:
         return []
     base = {"dtype": SHORT_DTYPE[row.dtype], "backward": False, "tag": row.backend}
     dims = {"dim": row.dim_qk, "dim_v": row.dim_v}
+    if libfa.packs_heads(row):
+        return _packed_cases(row, base | dims)
     band = {"causal": True} if row.mask == "band" else {}
     cases = [
         Case(**base, **dims, **band, q=257, k=321, batch=2, heads_q=4, heads_k=2),
-        Case(**base, **dims, **band, q=row.tile_m, k=row.tile_n, heads_q=3),
+        Case(**base, **dims, **band, q=row.tile_m, k=row.tile_n, heads_q=3, heads_k=1),
         Case(**base, **dims, **band, q=1023, k=2047, heads_q=4, heads_k=1, values="x3"),
-        # Two queries: a single one sees every key under a causal mask, which needs no band.
-        Case(**base, **dims, **band, q=2, k=7, batch=3),
+        # Fewer rows of a key head would be packed.
+        Case(**base, **dims, **band, q=33, k=7, batch=3, heads_q=4, heads_k=2),
         Case(**base, dim=row.dim_qk - 8, dim_v=row.dim_v - 24, **band, q=300, k=193, batch=2),
     ]
     if row.score == "any":
@@ -41,6 +43,59 @@ def row_cases(row: libfa.Row) -> list[Case]:
         cases.append(Case(**base, **dims, causal=True, q=700, k=300, heads_q=2, sinks="fp32"))
         cases.append(Case(**base, **dims, causal=True, chunk=150, q=400, k=470))
     return cases
+
+
+def _packed_cases(row: libfa.Row, base: dict[str, Any]) -> list[Case]:
+    """Calls of few queries: every option, groups of every kind, many key blocks."""
+    n, grouped = row.tile_n, {"heads_q": 8, "heads_k": 2}
+    # Of Hopper: groups of 2 to 64; under a mask, where no other wins; more tiles of one head each
+    # than multiprocessors, or packing would leave some idle.
+    if row.score == "scale":
+        base = base | {"causal": True}
+        return [
+            Case(**base, q=30, k=9 * n + 1, batch=20, **grouped),
+            Case(**base, q=60, k=700, batch=9, heads_q=16, heads_k=2, values="x3"),
+            Case(**base, q=33, k=300, batch=34, heads_q=4, heads_k=2, sinks="fp32", out_fp32=True),
+            Case(**base, q=64, k=40, batch=9, heads_q=16, heads_k=1, sinks="same"),
+            Case(**base, q=50, k=1000, chunk=150, batch=17, **grouped),
+            Case(**(base | {"causal": False}), q=45, k=1000, window=(100, 20), batch=17, **grouped),
+            Case(**base, q=(30, 0, 16, 1), k=(70, 5, 513, 0), heads_q=64, heads_k=4),
+            Case(**base, q=(1, 40), k=(900, 40), slack_q=9, heads_q=128, heads_k=8, sinks="fp32"),
+            Case(
+                **base,
+                q=40,
+                k=300,
+                batch=2,
+                heads_q=128,
+                heads_k=8,
+                seqused_k=(290, 0),
+                leftpad_k=(7, 0),
+            ),
+            Case(**base, q=2, k=4000, batch=9, heads_q=16, heads_k=1, values="x20"),
+            Case(**base, q=(5, 3), k=300, batch=2, heads_q=192, heads_k=3),  # O: 16 heads a box
+            Case(
+                **{**base, "dim": row.dim_qk - 8, "dim_v": row.dim_v - 24},
+                **grouped,
+                q=31,
+                k=600,
+                batch=17,
+            ),
+        ]
+    return [
+        Case(**base, q=1, k=9 * n + 1, batch=3, **grouped, softcap=15.0),
+        Case(**base, q=2, k=7, batch=3, heads_q=3, alibi="h"),
+        Case(**base, q=16, k=33 * n, causal=True, **grouped, softcap=30.0, values="x3"),
+        Case(**base, q=9, k=5, causal=True, heads_q=7, heads_k=1, alibi="bh", sinks="fp32"),
+        Case(**base, q=5, k=700, batch=2, heads_q=12, heads_k=1, alibi="bh", out_fp32=True),
+        Case(**base, q=3, k=50, batch=2, causal=True, heads_q=20, heads_k=1, alibi="h"),
+        Case(**base, q=13, k=1000, window=(100, 20), heads_q=9, heads_k=3, softcap=5.0),
+        Case(**base, q=20, k=470, causal=True, chunk=150, heads_q=6, heads_k=2, alibi="h"),
+        Case(**base, q=(3, 0, 16, 1), k=(70, 5, 513, 0), heads_q=4, heads_k=1, softcap=9.0),
+        Case(**base, q=(1, 4), k=(900, 40), slack_q=9, causal=True, **grouped, alibi="bh"),
+        Case(**base, q=4, k=300, batch=2, seqused_k=(290, 0), leftpad_k=(7, 0), alibi="bh"),
+        Case(**base, q=1, k=4000, batch=2, heads_q=16, heads_k=1, softcap=1e4, values="x20"),
+        Case(**{**base, "dim": row.dim_qk - 8, "dim_v": row.dim_v - 24}, q=6, k=600, softcap=2.0),
+    ]
 
 
 def _score_cases(row: libfa.Row, base: dict[str, Any]) -> list[Case]:

@@ -26,6 +26,9 @@ pytestmark = pytest.mark.skipif(
 BASE: dict[str, Any] = {"backward": False, "tag": "splits"}
 CASES = [
     Case(**BASE, dim=128, q=1, k=1500, batch=2, heads_q=8, heads_k=2),
+    Case(**BASE, dim=128, q=80, k=1500, batch=2, heads_q=8, heads_k=2),
+    Case(**BASE, dim=256, q=3, k=1100, heads_q=10, heads_k=2, causal=True, sinks="same"),
+    Case(**BASE, dtype="fp16", q=7, k=2000, heads_q=9, heads_k=1, window=(500, 0)),
     Case(**BASE, dim=128, q=5, k=1000, causal=True, heads_q=4, heads_k=1, values="x3"),
     Case(**BASE, dtype="fp16", q=70, k=900, window=(100, 20), batch=2),
     Case(**BASE, q=300, k=200, causal=True, sinks="fp32", heads_q=4, heads_k=2),
@@ -53,7 +56,7 @@ def test_every_head_dim(cuda_only: None) -> None:
         if row.backend != BACKEND or row.op != 1:
             continue
         dtype = getattr(torch, row.dtype)
-        q, k = (randn(1, n, 2, row.dim_qk, dtype=dtype, seed=n) for n in (9, 300))
+        q, k = (randn(1, n, 2, row.dim_qk, dtype=dtype, seed=n) for n in (70, 300))
         v = randn(1, 300, 2, row.dim_v, dtype=dtype, seed=2)
         inputs = inputs_from(q, k, v, causal=True)
         result = call_guarded(inputs, BACKEND, num_splits=3)
