@@ -44,7 +44,7 @@ NAVIGATION: dict[str, tuple[str, ...]] = {
     ),
     "Measured": (
         *("docs/performance.md", "docs/evolution.md", "docs/evolution.zh.md"),
-        *("docs/results/resources.md", "docs/measuring.md"),
+        *("docs/profiles.md", "docs/results/resources.md", "docs/measuring.md"),
     ),
     "Changing it": ("CONTRIBUTING.md", "docs/adding.md", "CHANGELOG.md", "THIRD_PARTY.md"),
 }

@@ -18,6 +18,7 @@ sys.path.insert(0, str(ROOT / "tools" / "ncu"))
 import ncu_fixture as fixture  # noqa: E402
 import ncu_table  # noqa: E402
 import one_call  # noqa: E402
+import profile_page  # noqa: E402
 
 import bench_cells  # noqa: E402
 import ncu_reader  # noqa: E402
@@ -179,9 +180,11 @@ def test_a_row_says_what_is_called() -> None:
     assert (cell.batch, cell.seqlen, cell.heads, cell.work) == (2, 8192, 16, "backward")
     assert (cell.head_dim, cell.head_dim_v, cell.causal) == (192, 128, True)
     assert one_call.cell_of(row("a"), None, False).heads == 16
+    decode = one_call.cell_of(row("a"), one_call.parse_shape("8x1x32x16384"), False)
+    assert (decode.batch, decode.seqlen, decode.heads, decode.keys) == (8, 1, 32, 16384)
 
 
-@pytest.mark.parametrize("text", ["2x8192", "0x1x1", "axbxc", "1x2x3x4"])
+@pytest.mark.parametrize("text", ["2x8192", "0x1x1", "axbxc", "1x2x3x4x5"])
 def test_a_wrong_shape_is_a_sentence(text: str) -> None:
     with pytest.raises(Exception, match="batch x length x heads"):
         one_call.parse_shape(text)
@@ -224,7 +227,7 @@ if "--import" in words:
     print({page!r})
     sys.exit(0)
 Path({calls!r}).open("a").write(repr(words) + "\\n")
-if "regex:sm80_fwd_row" in words:
+if "regex:sm80_fwd_row|fa_combine" in words:
     print("==ERROR== made up")
     sys.exit(1)
 Path(words[words.index("-o") + 1]).touch()
@@ -368,3 +371,43 @@ def test_a_report_without_a_reader_is_a_sentence(
     monkeypatch.setattr(ncu_reader, "find_ncu", lambda: None)
     with pytest.raises(ncu_reader.ReportError, match="ncu-report"):
         ncu_reader.read_report(path)
+
+
+# --- the page of committed profiles -------------------------------------------------------------
+
+
+def test_committed_profiles_and_their_page_agree() -> None:
+    assert profile_page.main(["--check"]) == 0
+    lines = profile_page.read()
+    rows = [line["row"] for line in lines]
+    for family in ("sm90_fwd_bf16", "sm90_bwd", "sm90_fwd_e4m3", "sm80_fwd"):
+        assert any(row.startswith(family) for row in rows), f"no {family} row was profiled"
+
+
+def test_a_page_of_profiles_is_made_from_reports(
+    report: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for name in ("LINES", "PAGE", "PLOT"):
+        monkeypatch.setattr(profile_page, name, tmp_path / name.lower())
+    assert profile_page.main(["--check"]) == 2 and "does not exist" in capsys.readouterr().err
+    assert profile_page.main([str(report)]) == 2 and "profile the row again" in (
+        capsys.readouterr().err
+    )
+    note = {"row": "sm90_fwd_bf16_d128_none", "cell": "a call", "batch": 4, "heads": 16}
+    note |= {"flops": FLOPS, "date": "2000-01-01", "commit": "0" * 40, "gpu": "made up"}
+    report.with_suffix(".json").write_text(json.dumps(note | {"driver": "1"}))
+    monkeypatch.setattr(profile_page, "PLOT", tmp_path / "roofline.png")
+    assert profile_page.main([str(report)]) == 0 and (tmp_path / "roofline.png").is_file()
+    text = (tmp_path / "page").read_text()
+    assert "## sm90_fwd_bf16_d128_none" in text and "| duration | 1250.0 µs | 1250.0 µs |" in text
+    assert profile_page.main(["--check"]) == 0
+    (tmp_path / "page").write_text(text + "x")
+    assert profile_page.main(["--check"]) == 1
+
+
+def test_the_busiest_units_come_first() -> None:
+    shares = {profile_page.UNITS[unit]: share for unit, share in (("XU", 40.0), ("DRAM", 70.0))}
+    kernel = ncu_table.Kernel(ncu_reader.Launch(fixture.FORWARD, shares))
+    assert profile_page.busiest(kernel) == "DRAM 70 %, XU 40 %"
+    known = {m.name for family in ncu_reader.FAMILIES for m in ncu_reader.metric_set(family)}
+    assert set(profile_page.UNITS.values()) <= known

@@ -241,7 +241,7 @@ def roofline(kernels: Sequence[Kernel], path: Path, peak: tuple[float, float]) -
     right = max([ridge * 8, *(k.intensity * 2 for k in points if k.intensity)])
     left = min([ridge / 16, *(k.intensity / 2 for k in points if k.intensity)])
     axis.plot([left, ridge, right], [left * tbs, tflops, tflops], "k-", linewidth=1)
-    axis.text(right, tflops, f"matrix product {tflops:.0f} TFLOP/s", ha="right", va="bottom")
+    axis.text(ridge * 0.9, tflops, f"bf16 product {tflops:.0f} TFLOP/s", ha="right", va="bottom")
     axis.text(left * 1.1, left * tbs * 1.3, f"copy {tbs:.2f} TB/s", rotation=0, va="bottom")
     for kernel in points:
         label = f"{kernel.launch.label}, {kernel.tflops:.0f}"

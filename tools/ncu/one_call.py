@@ -3,6 +3,7 @@
 """Launches one call of a kernel row: a few times to warm up, then once in the range `fa_profile`.
 
     python3 tools/ncu/one_call.py ROW --shape 2x8192x16        # batch x length x heads
+    python3 tools/ncu/one_call.py ROW --shape 8x1x32x16384     # … x keys, where they are others
     python3 tools/ncu/one_call.py 'sm90_fwd_*_d128_none' --list
 
 The row says dtype, head dims, mask and direction; a pattern with * or commas may name several.
@@ -15,6 +16,7 @@ import fnmatch
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
@@ -23,6 +25,7 @@ import libfa
 
 RANGE = "fa_profile"
 WARM_UP = 2
+Shape = tuple[int, int, int, int]  # batch, length, heads, keys
 
 
 def matching(pattern: str, rows: list[libfa.Row]) -> list[libfa.Row]:
@@ -35,21 +38,21 @@ def matching(pattern: str, rows: list[libfa.Row]) -> list[libfa.Row]:
     return list(found.values())
 
 
-def parse_shape(text: str) -> tuple[int, int, int]:
-    """BxSxH: batch, sequence length, heads."""
+def parse_shape(text: str) -> Shape:
+    """BxSxH or BxSxHxK: batch, sequence length, heads, keys (0: as many as the length)."""
     parts = text.lower().split("x")
-    if len(parts) != 3 or not all(part.isdigit() and int(part) > 0 for part in parts):
+    if len(parts) not in (3, 4) or not all(part.isdigit() and int(part) > 0 for part in parts):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: three positive numbers joined by x are needed, batch x length x heads, for "
-            "example 2x8192x16."
+            f"{text!r}: three or four positive numbers joined by x are needed, batch x length x "
+            "heads or batch x length x heads x keys, for example 2x8192x16."
         )
-    batch, length, heads = (int(part) for part in parts)
-    return batch, length, heads
+    batch, length, heads, keys = (int(part) for part in [*parts, "0"][:4])
+    return batch, length, heads, keys
 
 
-def cell_of(row: libfa.Row, shape: tuple[int, int, int] | None, causal: bool) -> bench_cells.Cell:
+def cell_of(row: libfa.Row, shape: Shape | None, causal: bool) -> bench_cells.Cell:
     """A call that the row serves: by default 16384 tokens of length 4096, 2048 columns."""
-    batch, length, heads = shape or (4, 4096, max(1, 2048 // row.dim_qk))
+    batch, length, heads, keys = shape or (4, 4096, max(1, 2048 // row.dim_qk), 0)
     return bench_cells.Cell(
         row.dtype,
         row.dim_qk,
@@ -57,9 +60,22 @@ def cell_of(row: libfa.Row, shape: tuple[int, int, int] | None, causal: bool) ->
         length,
         tokens=batch * length,
         heads_q=heads,
+        seqlen_k=0 if keys == length else keys,
         dim_v=row.dim_v,
         work="forward" if row.op == libfa.FORWARD else "backward",
     )
+
+
+def note_of(row: libfa.Row, cell: bench_cells.Cell) -> dict[str, Any]:
+    """What no counter says about a profiled call, for the tables: its FLOPs, and where it ran."""
+    import torch  # not for a mere list of rows
+
+    import bench
+
+    common = bench.environment(argparse.Namespace(device="cuda", commit=None))
+    where = {name: common[name] for name in ("date", "commit", "gpu", "driver")}
+    note = {"row": row.id, "flops": cell.flops, "model_bytes": cell.bytes, "cell": cell.name}
+    return note | {"batch": cell.batch, "heads": cell.heads, "torch": torch.__version__} | where
 
 
 def run(row: libfa.Row, cell: bench_cells.Cell) -> str | None:
@@ -99,7 +115,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit status 2 where no row matches or another one would run."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("row", help="a row id, or a pattern with *")
-    parser.add_argument("--shape", type=parse_shape, help="batch x length x heads: 2x8192x16")
+    parser.add_argument("--shape", type=parse_shape, help="batch x length x heads [x keys]")
     parser.add_argument("--causal", action="store_true", help="a causal call (band rows)")
     parser.add_argument("--list", action="store_true", help="print the ids that match, run nothing")
     parser.add_argument("--note", type=Path, help="write row, shape and FLOPs to this JSON file")
@@ -126,9 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     cell = cell_of(row, options.shape, options.causal)
     if options.note:
-        note = {"row": row.id, "flops": cell.flops, "model_bytes": cell.bytes}
-        note |= {"cell": cell.name, "batch": cell.batch, "heads": cell.heads}
-        options.note.write_text(json.dumps(note) + "\n")
+        options.note.write_text(json.dumps(note_of(row, cell)) + "\n")
     reason = run(row, cell)
     if reason:
         print(reason, file=sys.stderr)

@@ -6,8 +6,9 @@
 #   tools/ncu/profile.sh sm90_fwd_bf16_d128_none 2x8192x16
 #   tools/ncu/profile.sh 'sm90_bwd_bf16_*' -o build/ncu --causal
 #
-# ROW is an id of tools/variants.csv, a pattern with *, or several by commas; SHAPE is batch x length x heads
-# (default 16384 tokens of length 4096). Only the row's own kernel inside of the NVTX range of tools/ncu/one_call.py is profiled.
+# ROW is an id of tools/variants.csv, a pattern with *, or several by commas; SHAPE is batch x length x heads, or
+# batch x length x heads x keys (default 16384 tokens of length 4096). What is profiled: the row's own kernels, and
+# the one that combines splits, inside of the NVTX range of tools/ncu/one_call.py.
 # FOLDER (default build/ncu) gets ROW.ncu-rep, ROW.json (shape and FLOPs), ROW.md (the table).
 # FA_NCU_SET: full (default: everything, with sources if built with -DFA_LINEINFO=ON), light (the sections that fit
 # into a minute), metrics (only tools/ncu/metrics_*.csv, a few seconds). FA_NCU_NVTX=off: the range by CUDA's profiler.
@@ -18,7 +19,7 @@ usage="usage: tools/ncu/profile.sh ROW [SHAPE] [-o FOLDER] [options of tools/ncu
 pattern=${1:-}
 case $pattern in
   -h | --help)
-    sed -n '3,14s/^# \{0,1\}//p' tools/ncu/profile.sh
+    sed -n '3,16s/^# \{0,1\}//p' tools/ncu/profile.sh
     exit 0
     ;;
   "" | -*)
@@ -29,7 +30,7 @@ esac
 shift
 folder=build/ncu
 call=()
-[[ ${1:-} =~ ^[0-9]+x[0-9]+x[0-9]+$ ]] && { call+=(--shape "$1"); shift; }
+[[ ${1:-} =~ ^[0-9]+x[0-9]+x[0-9]+(x[0-9]+)?$ ]] && { call+=(--shape "$1"); shift; }
 while [ $# != 0 ]; do
   case $1 in
     -o)
@@ -70,7 +71,7 @@ for row in $rows; do
   report=$folder/$row.ncu-rep
   rm -f "$report"
   echo "=== $row"
-  log=$("$ncu" --clock-control none "${range[@]}" --kernel-name-base demangled -k "regex:$row" \
+  log=$("$ncu" --clock-control none "${range[@]}" --kernel-name-base demangled -k "regex:$row|fa_combine" \
     "${sections[@]}" --metrics "${known[$family]}" -f -o "$report" \
     "$python" tools/ncu/one_call.py "$row" --note "$folder/$row.json" "${call[@]}" 2>&1)
   if [ ! -f "$report" ]; then
