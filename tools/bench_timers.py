@@ -117,7 +117,7 @@ class Timer:
     def _recorded(self, call: Callable[[], Any], calls: int) -> float:
         kinds = [torch.profiler.ProfilerActivity.CUDA]
         torch.cuda.synchronize()
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
             for _ in range(calls):
                 if self.flush is not None:
                     self.flush.fill_(1)

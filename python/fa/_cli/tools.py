@@ -95,7 +95,7 @@ def _torch_profile(arguments: Sequence[str]) -> int:
         kinds.append(torch.profiler.ProfilerActivity.CUDA)
     with torch.no_grad():
         lengths.fa_attention(q, k, v)
-        with torch.profiler.profile(activities=kinds) as profiler:
+        with torch.profiler.profile(activities=kinds, acc_events=True) as profiler:
             for _ in range(options.calls):
                 lengths.fa_attention(q, k, v)
             if on_gpu:
