@@ -120,8 +120,8 @@ def test_cupti_counts_kernels_and_not_the_flush(
             event("cudaLaunchKernel", 0.0, 9000.0, "CPU"),
         ]
 
-        def __init__(self, activities: list[object]) -> None:
-            assert activities == [torch.profiler.ProfilerActivity.CUDA]
+        def __init__(self, activities: list[object], acc_events: bool) -> None:
+            assert activities == [torch.profiler.ProfilerActivity.CUDA] and acc_events
 
         def __enter__(self) -> Profile:
             return self
