@@ -64,13 +64,14 @@ inline cudaError_t launch_kernel(const void* function, int grid, int threads, in
   return cudaLaunchKernelExC(&config, function, parameters);
 }
 
-// `parameter`: the kernel's only argument. `smem_bytes`: dynamic shared memory; 0 leaves the
-// kernel's attributes alone. One kernel of a row may have some.
+// `parameter`: the kernel's only argument. `smem_bytes`: dynamic shared memory, in any call at most
+// `smem_most`; 0 leaves the kernel's attributes alone. One kernel of a row may have some.
 template <class Row>
 fa_status launch_row(const void* function, int grid, int threads, int smem_bytes, void* parameter,
-                     void* stream, bool overlapped = false) {
+                     void* stream, bool overlapped = false, int smem_most = 0) {
   cudaError_t error =
-      smem_bytes == 0 ? cudaSuccess : allow_shared_memory<Row>(function, smem_bytes);
+      smem_bytes == 0 ? cudaSuccess
+                      : allow_shared_memory<Row>(function, smem_most > 0 ? smem_most : smem_bytes);
   if (error == cudaSuccess) {
     void* parameters[] = {parameter};
     error = launch_kernel(function, grid, threads, smem_bytes, parameters,

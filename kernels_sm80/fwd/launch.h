@@ -23,8 +23,11 @@ const void* function() {
 template <class Row>
 fa_status launch(const LaunchArgs& args, void* stream) {
   if (args.fwd.order.num_tiles == 0) return FA_OK;
-  return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, sizeof(SmemOf<Row>),
-                         const_cast<FwdArgs*>(&args.fwd), stream);
+  constexpr int kMost = sizeof(SmemOf<Row>);
+  const bool drops = args.fwd.dropout.seed_offset != nullptr;
+  const int bytes = Row::kConfig.dropout == 0 || drops ? kMost : int(sizeof(FwdBuffers<Row>));
+  return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, bytes,
+                         const_cast<FwdArgs*>(&args.fwd), stream, false, kMost);
 }
 
 template <class Row>
