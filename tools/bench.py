@@ -46,6 +46,7 @@ import fa
 import libfa
 import machine
 import overhead
+import progress
 
 TABLES = ("forward", "shapes", "backward", "step", "models")
 OPS = (*TABLES, "host", "gemm", "copy")
@@ -241,7 +242,7 @@ class Bench:
     def _cells(self, table: list[cells.Cell]) -> None:
         refused: Refused = {}
         sample_ms = (2.0 if self.cuda else 0.1) * (0.5 if self.options.quick else 1.0)
-        for cell in table:
+        for cell in progress.shown(table, "bench", "cells"):
             chosen, notes = impls.usable(cell, self._candidates(cell, refused))
             self.notes += notes
             before = self.state()

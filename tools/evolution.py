@@ -36,6 +36,7 @@ import evolution_lines
 import libfa
 import machine
 import ncu_reader
+import progress
 import toolchain
 from bench_cells import Cell
 from evolution_lines import Line
@@ -135,7 +136,7 @@ class Evolution:
 
     def time(self) -> None:
         """Every cell; one that does not fit into memory is named and passed over."""
-        for one in table(self.options):
+        for one in progress.shown(table(self.options), "time", "cells"):
             start = time.perf_counter()
             try:
                 texts = self._time_cell(one)

@@ -99,9 +99,11 @@ def prepared(
             case = e4m3_case(case)
         return case, case.make(device)
 
+    import progress
+
     with ThreadPoolExecutor(1 if on_cpu else 6) as pool:
         waiting: list[Future[tuple[Any, Any]]] = []
-        for number in range(count):
+        for number in progress.shown(range(count), "fuzz", "problems", prints=False):
             waiting.append(pool.submit(make, number))
             if len(waiting) > AHEAD:
                 yield waiting.pop(0).result()

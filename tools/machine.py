@@ -191,8 +191,9 @@ def main(arguments: list[str]) -> int:
         require_gpu(arguments[1])
         return 0
     if arguments:
-        print("usage: machine.py [require TOOL]", file=sys.stderr)
-        return 2
+        asked = arguments[0] in ("-h", "--help")
+        print("usage: machine.py [require TOOL]", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
     reason = why_no_gpu()
     watch = Watch()
     print(f"GPU: {'usable' if reason is None else 'none, ' + reason}")
