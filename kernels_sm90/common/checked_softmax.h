@@ -35,7 +35,8 @@ struct CheckedSoftmax {
 
   // Adopts the block's maximum in the rows named and makes the probabilities anew. Returns through
   // softmax.alpha what O is multiplied by. A row decides by itself: its result does not depend on
-  // its neighbours.
+  // its neighbours. Adds in the order of OnlineSoftmax::update(): whether a block without a visible
+  // key came before must not show.
   template <DType kType, class Scores, class Packed>
   FA_DEVICE static void settle(OnlineSoftmax<2>& softmax, Scores& scores, Packed& packed,
                                float scale_log2, const bool (&adopt)[2], float (&sums)[2]) {
@@ -60,7 +61,8 @@ struct CheckedSoftmax {
     for (int i = 0; i < cute::size(scores) / 2; ++i) {
       const float a = exp2_approx(scores.data()[2 * i] * scale_log2 - shift[i % 2]);
       const float b = exp2_approx(scores.data()[2 * i + 1] * scale_log2 - shift[i % 2]);
-      sums[i % 2] += a + b;
+      sums[i % 2] += a;
+      sums[i % 2] += b;
       packed.data()[i] = pack_pair<kType>(a, b);
     }
   }
