@@ -174,6 +174,7 @@ void backward_tiles_by_device() {
       entry("d128", row(128, 64, 128, 8), 165000),
       entry("d128_any", row(128, 64, 128, 8, ScoreKind::kAny), 165000),
       entry("d128_k100", row(128, 64, 64, 8), 82700),
+      entry("d128_any_k100", row(128, 64, 64, 8, ScoreKind::kAny), 84800),
       entry("d256", row(256, 64, 64, 8), 214000),
       entry("d256_any", row(256, 64, 64, 8, ScoreKind::kAny), 148200),
       entry("d256_k100", row(256, 32, 32, 4), 74100),
@@ -185,7 +186,7 @@ void backward_tiles_by_device() {
     int sms, smem;
     const char *d128, *d128_capped, *d256;
   } devices[] = {{108, 166912, "d128", "d128_any", "d256_any"},
-                 {128, 101376, "d128_k100", "", "d256_k100"},
+                 {128, 101376, "d128_k100", "d128_any_k100", "d256_k100"},
                  {132, 232448, "d128", "d128_any", "d256"}};
   for (const auto& d : devices)
     for (int length : {64, 200, 1024, 16384})
