@@ -81,16 +81,12 @@ def test_hints_choose_the_row_and_nothing_else() -> None:
     """
     q, k, v = (randn(400, 4, 64, seed=n) for n in range(3))
     cu = ints(0, 150, 151, 400)
-    right = first = None
+    inputs = harness.inputs_from(q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True)
+    right, first = expected(inputs, backward=False), None
     for hint in (None, 249, 1, 100_000):
-        inputs = harness.inputs_from(
-            q, k, v, cu_seqlens_q=cu, cu_seqlens_k=cu, causal=True, max_seqlen_q=hint
-        )
-        inputs.options["max_seqlen_k"] = hint
-        right = right or expected(inputs, backward=False)
-        assert_result(harness.call_guarded(inputs, "auto"), right)
-        inputs.options["batch_invariant"] = True
-        result = harness.call_guarded(inputs, "auto")
+        hints = {"max_seqlen_q": hint, "max_seqlen_k": hint}
+        assert_result(harness.call_guarded(inputs, "auto", **hints), right)
+        result = harness.call_guarded(inputs, "auto", **hints, batch_invariant=True)
         first = first or result
         assert torch.equal(first.out, result.out)
         assert torch.equal(first.lse, result.lse)
