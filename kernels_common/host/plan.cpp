@@ -30,14 +30,21 @@ int64_t cached_key_heads(const Problem& p, const DeviceInfo& device) {
 // get equal work if a section is a whole number of pairs of rounds, or the only one. (Causal, 16384
 // tokens, 16 heads: one section of 16 gives 662 TFLOP/s, sections of 4 give 537; H200, 2026-11-29.)
 // Four blocks on the same head stream its K and V together, so a quarter of the grid need not be
-// cached.
+// cached. Other rows' blocks take tiles as they end. A small last section would end with few long
+// tiles, so that all are of one size, and under a mask, which makes tiles unequal, larger than the
+// cache asks for (causal, D 128, S 1k / 4k / 16k: 267 / 857 / 3208 to 244 / 746 / 2808 us; H200).
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int grid,
                   int64_t tiles_m, int heads) {
   const int64_t group = row.config.pack ? 1 : p.heads_q / p.heads_k;
   int64_t most = cached_key_heads(p, device) * group;
-  if (row.config.arch == 90) most = std::max(most, grid / 4 * group);
-  if (heads <= most || row.config.arch != 90)
-    return static_cast<int>(std::min<int64_t>(most, heads));
+  const bool persistent = row.config.arch == 90;
+  const int64_t at_once = persistent ? grid : int64_t{device.sm_count} * blocks_per_sm(row, device);
+  if (persistent || p.banded()) most = std::max(most, at_once / 4 * group);
+  if (heads <= most) return heads;
+  if (!persistent) {
+    const int64_t groups = heads / group, sections = (heads + most - 1) / most;
+    return static_cast<int>((groups + sections - 1) / sections * group);
+  }
   const int64_t pairs = 2 * grid / std::gcd(int64_t{2} * grid, tiles_m);  // heads that fill them
   const int64_t balanced = std::lcm(pairs, group);
   return static_cast<int>(balanced <= most ? most / balanced * balanced : most);

@@ -35,8 +35,15 @@ void golden_plans() {
       // persistent grid of 132 takes up to 33 key heads whatever their size.
       {"h200", Call(2, 4096, 4096, 16, 16, 128).causal().h200(), "sm90_fwd_bf16_d128_band", 132, 32,
        32, 32},
+      // A block per tile, 108 of them at once, which 27 heads keep busy: two equal sections.
       {"a100", Call(2, 4096, 4096, 16, 16, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 1024,
-       32, 32, 10},
+       32, 32, 16},
+      {"a100 full", Call(2, 4096, 4096, 16, 16, 128).a100(), "sm80_fwd_bf16_d128_band", 1024, 32,
+       32, 8},
+      {"a100 gqa", Call(2, 4096, 4096, 32, 8, 128).causal().a100(), "sm80_fwd_bf16_d128_band", 2048,
+       32, 64, 64},
+      {"a100 1k", Call(16, 1024, 1024, 32, 4, 64).causal().a100(), "sm80_fwd_bf16_d64_band", 4096,
+       8, 512, 512},
       {"h200 gqa", Call(2, 4096, 4096, 32, 8, 128).h200(), "sm90_fwd_bf16_d128_none", 132, 32, 64,
        64},
       {"h200 d64", Call(1, 1000, 1000, 4, 4, 64).h200(), "sm90_fwd_bf16_d64_none", 24, 6, 4, 4},
