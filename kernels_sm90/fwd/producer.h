@@ -27,9 +27,12 @@ FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   kv.load_v(tile, n);
 }
 
+template <class Row>
+using RowTiles = BlockTiles<FwdTypes<Row>::kTallUnmasked>;
+
 // Passes over the empty places in the list of packed tiles. False: there is no tile any more.
 template <class Row>
-FA_DEVICE bool next_tile(const FwdArgs& args, BlockTiles& tiles, FwdTile& tile) {
+FA_DEVICE bool next_tile(const FwdArgs& args, RowTiles<Row>& tiles, FwdTile& tile) {
   while (true) {
     const uint32_t index = tiles.take();
     if (index >= static_cast<uint32_t>(args.order.num_tiles)) return false;
@@ -42,7 +45,7 @@ FA_DEVICE bool next_tile(const FwdArgs& args, BlockTiles& tiles, FwdTile& tile) 
 // Describes the tiles of this block, as far ahead as there are slots. One lane of its own warp.
 template <class Row>
 FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
-  BlockTiles tiles(args);
+  RowTiles<Row> tiles(args);
   for (SlotCursor<kTileSlots> at{1};; at.advance()) {
     mbarrier_wait(&smem.tile_slots.empty[at.slot()], at.parity());
     FwdTile& tile = smem.tiles[at.slot()];

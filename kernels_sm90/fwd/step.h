@@ -61,7 +61,7 @@ class FwdStep {
       first_alone(n, score);
     CUTE_UNROLL
     for (int i = 0; i < cute::size(o_); ++i) o_(i) = 0.f;
-    if constexpr (!kExact) pack_probabilities();
+    if constexpr (!T::kIntegerFirst) pack_probabilities();
     load_after(n);
     if (tile().scrub_first) scrub(n);
   }
@@ -161,7 +161,7 @@ class FwdStep {
     softmax_.reset();
     transform_scores(n, score);
     mask_scores(n);
-    if constexpr (kExact) {
+    if constexpr (T::kIntegerFirst) {
       int top[2];
       find_max(top);
       update_exact<true>(top);
@@ -185,14 +185,14 @@ class FwdStep {
     transform_scores(n, score);
     mask_scores(n);
     int top[2];
-    if constexpr (kExact)
+    if constexpr (T::kIntegerFirst)
       find_max(top);
     else
       update();
     wait_products<0>();
     cute::warpgroup_fence_operand(o_);
     release(smem_.v_slots, v_at_);
-    if constexpr (kExact) update_exact<true>(top);  // O is still that of the tile before
+    if constexpr (T::kIntegerFirst) update_exact<true>(top);  // O is still that of the tile before
     store_pending(done);
   }
 

@@ -130,7 +130,9 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
 
 // The tiles of this block: dealt in rounds, of which every second runs backwards, so that no block
 // always gets the longer tile of a round. Or, with a counter, the next one that nobody has: lengths
-// that only the device knows cannot be dealt evenly.
+// that only the device knows cannot be dealt evenly. kShift: every pair of rounds begins at another
+// block, so that tiles that come again with every head, like a short last one, come to all blocks.
+template <bool kShift>
 class BlockTiles {
  public:
   FA_DEVICE explicit BlockTiles(const FwdArgs& args) : next_tile_(args.next_tile) {}
@@ -143,13 +145,16 @@ class BlockTiles {
     if (next_tile_ != nullptr && first > 0) return gridDim.x + atomicAdd(next_tile_, 1u);
     const bool backwards = backwards_;
     backwards_ = !backwards_;
-    return first + (backwards ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const uint32_t place = place_;
+    if (kShift && backwards) place_ = (place_ + gridDim.x * 3 / 8) % gridDim.x;
+    return first + (backwards ? gridDim.x - 1 - place : place);
   }
 
  private:
   uint32_t* next_tile_;
   uint32_t first_ = 0;  // of this round
   bool backwards_ = false;
+  uint32_t place_ = blockIdx.x;  // in a round that runs forwards
 };
 
 }  // namespace fa::sm90
