@@ -112,8 +112,10 @@ void rows_of_wide_heads() {
 // Head dim 256 on Ampere: blocks of four warps where a multiprocessor holds two of them or shared
 // memory is small, one of eight on a GPU of 8.0. No narrower call goes to the lower tiles.
 void ampere_tiles_by_device() {
-  constexpr auto row = [](int dim, int dim_v, int tile_m, int warps, int tile_n = 64) {
+  constexpr auto row = [](int dim, int dim_v, int tile_m, int warps, int tile_n = 64,
+                          ScoreKind score = ScoreKind::kScale) {
     KernelConfig r = ampere_row(kBf16, dim);
+    r.score = score;
     r.head_dim_v = dim_v;
     r.tile_m = tile_m;
     r.tile_n = tile_n;
@@ -127,6 +129,8 @@ void ampere_tiles_by_device() {
       entry("d256_m128", row(256, 256, 128, 8), 132608),
       entry("d128", row(128, 128, 128, 4), 98816),
       entry("d128_n32", row(128, 128, 128, 4, 32), 66048),
+      entry("d128_any", row(128, 128, 128, 4, 64, ScoreKind::kAny), 103424),
+      entry("d128_any_n32", row(128, 128, 128, 4, 32, ScoreKind::kAny), 70656),
   };
   std::vector<const KernelEntry*> table;
   for (const KernelEntry& r : kLow) table.push_back(&r);
@@ -134,10 +138,10 @@ void ampere_tiles_by_device() {
   const struct {
     const char* name;
     int sms, smem;  // of 8.0, 8.6 or 8.9, and 9.0
-    const char *wide, *latent, *d128;
-  } devices[] = {{"A100", 108, 166912, "d256_m128", "d192", "d128_n32"},
-                 {"RTX 4090", 128, 101376, "d256", "d192x128", "d128"},
-                 {"H200", 132, 232448, "d256", "d192x128", "d128"}};
+    const char *wide, *latent, *d128, *capped;
+  } devices[] = {{"A100", 108, 166912, "d256_m128", "d192", "d128_n32", "d128_any_n32"},
+                 {"RTX 4090", 128, 101376, "d256", "d192x128", "d128", "d128_any_n32"},
+                 {"H200", 132, 232448, "d256", "d192x128", "d128", "d128_any"}};
   for (const auto& d : devices)
     for (int length : {1, 64, 200, 513, 1024, 16384})
       for (int left : {-1, 0, 100})
@@ -154,6 +158,9 @@ void ampere_tiles_by_device() {
           expect_row(call(192, 192), "d192", Table(table));
           expect_row(call(192, 128), d.latent, Table(table));
           expect_row(call(128, 128), d.d128, Table(table));
+          Call capped = call(128, 128);
+          capped.params.score.softcap = 5;
+          expect_row(capped, d.capped, Table(table));
           expect_row(call(64, 64), "sm80_fwd_bf16_d64_band", Table(table));
         }
 }

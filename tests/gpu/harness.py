@@ -31,7 +31,7 @@ LARGEST_DIM = 128
 ELSEWHERE = frozenset(
     f"sm80_fwd_{dtype}_{rest}"
     for dtype in ("bf16", "fp16")
-    for rest in ("d128_band_n32", "d256_band_m128")
+    for rest in ("d128_band_n32", "d128_band_any_n32", "d256_band_m128")
 )
 SCORES = frozenset({"softcap", "alibi"})  # what needs a row whose score is "any"
 
