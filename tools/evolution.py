@@ -224,11 +224,10 @@ class Evolution:
         for length in (n for n in self.options.lengths if n in counting.COUNTED):
             one = generations.cell(length, 128, False)
             tensors = generations.tensors_of(one, self.options.device)
-            shipped = generations.ours(one, tensors, "fa3")
-            candidates = [] if isinstance(shipped, str) else [shipped]
-            for library in libraries:
+            candidates = []
+            for library, name in [(libfa.Library(), "fa3"), *((it, "") for it in libraries)]:
                 try:
-                    candidates.append(generations.ablation(library, one, tensors))
+                    candidates.append(generations.ablation(library, one, tensors, name))
                 except libfa.Refused as error:
                     self.notes.append(f"{library.path.name}: {error}")
             usable, notes = impls.usable(one, candidates)

@@ -168,10 +168,14 @@ def formulas(one: Cell, name: str, row: str | None) -> dict[str, int | None]:
 # --- ablations ----------------------------------------------------------------------------------
 
 
-def ablation(library: libfa.Library, one: Cell, tensors: tuple[Tensor, ...]) -> Impl:
-    """The only forward row of another build, called through its C interface.
+def ablation(
+    library: libfa.Library, one: Cell, tensors: tuple[Tensor, ...], name: str = ""
+) -> Impl:
+    """A library's forward, called through its C interface, always into the same output.
 
-    Raises libfa.Refused where that row does not take the cell.
+    An ablation's library holds one row. The shipped one has to be called the same way to be
+    compared: through torch's operator, which allocates an output per call, it took 2 to 3 % longer.
+    Raises libfa.Refused where no row takes the cell.
     """
     q, k, v = (t.transpose(1, 2) for t in tensors)  # [B, S, H, D]
     out = torch.empty_like(tensors[0]).transpose(1, 2)
@@ -190,7 +194,7 @@ def ablation(library: libfa.Library, one: Cell, tensors: tuple[Tensor, ...]) -> 
         p.forward(stream, workspace.data_ptr(), size)
         return out.transpose(1, 2) if kept else None
 
-    return Impl(f"ablation {row}", call, row=row)
+    return Impl(name or f"ablation {row}", call, row=row)
 
 
 def ablation_libraries(folder: Path) -> list[libfa.Library]:

@@ -33,9 +33,12 @@ ACCESS = re.compile(
     r"(Read|Write) access at .*?::(fa_\w+)<.*?\b(sm(?:80|90)_(?:fwd|bwd)_\w+).*\+(0x[0-9a-f]+)"
 )
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)")
+BLOCK = "BAR.SYNC 0x0 of the whole block lies between, lost beside barriers of pairs of warps"
 # (row, opcodes of the two accesses) -> what orders them.
 KNOWN: dict[tuple[str, str, str], str] = {
-    ("sm80_bwd_*_any", "STS", "LDSM"): "a barrier of the whole block, BAR.SYNC 0x0, lies between"
+    # The main loop's slots of Q, dO and dS: written in one step, read in the next, or the reverse.
+    ("sm80_bwd_*", "LDGSTS", "LDSM"): BLOCK,
+    ("sm80_bwd_*", "STS", "LDSM"): BLOCK,
 }
 
 

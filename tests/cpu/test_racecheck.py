@@ -9,7 +9,7 @@ import pytest
 
 import racecheck
 
-SM90, SM80 = "sm90_bwd_bf16_d128_band", "sm80_bwd_bf16_d128_band_any"
+SM90, SM80 = "sm90_bwd_bf16_d128_band", "sm80_bwd_bf16_d128_band"
 SASS = """
 arch = sm_90
 \t\tFunction : made_up
