@@ -46,14 +46,20 @@ FA_DEVICE float half_tanh_of_double(float h) {
 // Policies turn products into scores that the softmax multiplies by FwdArgs::scale_log2, in place.
 // `view` (rows, columns) of this thread; `row`, `col`: sequence position of its (0, 0).
 struct PlainScore {
-  static constexpr bool kPlain = true;
+  static constexpr bool kPlain = true, kHasCap = false, kHasAlibi = false;
   template <int kSlabRows, class View>
   FA_DEVICE static void apply(View&, const ScoreArgs&, const ScoreTile&, int, int) {}
 };
 
 template <bool kCapped, bool kAlibi>
 struct AnyScore {
-  static constexpr bool kPlain = false;
+  static constexpr bool kPlain = false, kHasCap = kCapped, kHasAlibi = kAlibi;
+
+  // 1 − tanh² at a score that apply() left, `penalty` below what it was without ALiBi.
+  FA_DEVICE static float cap_derivative(float score, float penalty, const ScoreArgs& args) {
+    const float half_tanh = kAlibi ? __fdividef(score + penalty, args.outer) : score;
+    return 1.f - 4.f * half_tanh * half_tanh;
+  }
 
   template <int kSlabRows, class View>
   FA_DEVICE static void apply(View& view, const ScoreArgs& args, const ScoreTile& tile, int row,

@@ -79,9 +79,9 @@ struct FirstTile {
   const char* knobs;
 };
 
-FirstTile first_tile(Op op, bool hopper, bool e4m3) {
+FirstTile first_tile(Op op, bool hopper, bool e4m3, bool shares_keys) {
   if (op == Op::kBackward)
-    return hopper ? FirstTile{64, 128, 12, 2, "stages_ds=2 dq=vector"}
+    return hopper ? FirstTile{64, shares_keys ? 64 : 128, 12, 2, "stages_ds=2 dq=vector"}
                   : FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
   if (!hopper) return FirstTile{128, 64, 4, 1, ""};
   return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : ""};
@@ -134,15 +134,16 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const bool e4m3 = p.dtype == DType::kE4m3, backward = p.op == Op::kBackward;
   const bool can_be_96 = !e4m3 && !(hopper && backward);
   const int dqk = row_dim(p.dim_qk, can_be_96), dv = row_dim(p.dim_v, can_be_96);
-  FirstTile tile = first_tile(p.op, hopper, e4m3);
+  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0;
+  const bool shares_keys = hopper && backward && (any || dqk > 128 || dv > 128);
+  FirstTile tile = first_tile(p.op, hopper, e4m3, shares_keys);
   if (nearest != nullptr && nearest->config.arch == arch && nearest->config.op == p.op &&
-      nearest->config.dtype == p.dtype) {
+      nearest->config.dtype == p.dtype && !shares_keys) {
     const KernelConfig& row = nearest->config;
     tile = FirstTile{row.tile_m, row.tile_n, row.warps, row.stages, tile.knobs};
   }
   std::string knobs = tile.knobs;
   if (p.dropout_p > 0) knobs += knobs.empty() ? "dropout=1" : " dropout=1";
-  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0;
   const char* dtype = dtype_name(p.dtype);
   const char* kv_dtype = dtype_name(p.kv_dtype);
   char dims[32];

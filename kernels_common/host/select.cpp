@@ -127,16 +127,6 @@ float packed_cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& 
   return tile * std::max(least, tiles / static_cast<float>(device.sm_count));
 }
 
-// Time of a product beside that of a Hopper row whose warpgroups have keys of their own. wgmma does
-// about twice the work of mma.sync per cycle; the rest of the margin keeps an Ampere row from
-// winning on a Hopper GPU by rounding of waves alone. Where two warpgroups share 64 keys, the
-// margin is smaller: at head dim 256 they need 0.69 of Ampere's time, but Ampere's row of 192 needs
-// 0.85 of theirs (4k causal, 192/128, on an H200).
-float product_time(const KernelConfig& row) {
-  if (row.arch != 90) return 4.0f;
-  return row.op == Op::kBackward && row.tile_n == 64 ? 3.2f : 1.0f;
-}
-
 bool runs_on(const KernelConfig& row, const DeviceInfo& device) {
   return row.arch == 90 ? device.hopper() : device.capability >= row.arch;
 }
@@ -210,10 +200,13 @@ int blocks_per_sm(const KernelEntry& entry, const DeviceInfo& device) {
 float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
   const KernelConfig& row = entry.config;
   if (row.pack && row.arch != 90) return packed_cost(entry, p, device);
+  // wgmma does about twice the work of mma.sync per cycle; the rest of the margin keeps an Ampere
+  // row from winning on a Hopper GPU by rounding of waves alone.
+  const float architecture = row.arch == 90 ? 1.0f : 4.0f;
   const float mask = row.mask == MaskKind::kNone ? 0.95f : 1.0f;
   const float score = row.score == ScoreKind::kScale ? 1.0f : 1.5f;
   const float tile_shape = row.op == Op::kBackward ? traffic(row) : residency(entry, device);
-  const float per_score = product_time(row) * mask * score * tile_shape *
+  const float per_score = architecture * mask * score * tile_shape *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score * time_per_score(row);
   const float tile = per_score * (worked_keys(row, p) * static_cast<float>(row.tile_m) *

@@ -118,31 +118,32 @@ class BwdCompute {
     }
   }
 
-  // Zeros the rows of a tile outside [first, end); a row is 128 bytes of each panel, whatever the
-  // swizzle.
-  template <int kRows, int kDim>
+  // Zeros the rows of a tile outside [first, end); a row is 128 or 64 bytes of each panel, whatever
+  // the swizzle.
+  template <int kRows, int kDim, int kPanel>
   FA_DEVICE void clear_rows(E* tile, int first, int end) const {
-    for (int row = thread() / 8; row < kRows; row += T::kComputeThreads / 8) {
+    constexpr int kChunks = kPanel / 8;
+    for (int row = thread() / kChunks; row < kRows; row += T::kComputeThreads / kChunks) {
       if (row >= first && row < end) continue;
-      for (int panel = 0; panel < kDim / T::kPanel; ++panel)
-        reinterpret_cast<uint4*>(tile + (panel * kRows + row) * T::kPanel)[thread() % 8] =
+      for (int panel = 0; panel < kDim / kPanel; ++panel)
+        reinterpret_cast<uint4*>(tile + (panel * kRows + row) * kPanel)[thread() % kChunks] =
             uint4{0, 0, 0, 0};
     }
   }
   // Nothing is in flight here, in any compute warpgroup, that reads these rows.
   FA_DEVICE void scrub_keys() const {
     const BwdTile& tile = smem_.tile;
-    clear_rows<T::kTileN, T::kDimQk>(smem_.k, tile.keys_lo - tile.seq.n_first,
-                                     tile.keys_hi - tile.seq.n_first);
+    clear_rows<T::kTileN, T::kDimQk, T::kPanelQk>(smem_.k, tile.keys_lo - tile.seq.n_first,
+                                                  tile.keys_hi - tile.seq.n_first);
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }
   FA_DEVICE void scrub_rows(int m) const {
     const int first = smem_.tile.rows_lo - m * T::kTileM, end = smem_.tile.rows_hi - m * T::kTileM;
-    clear_rows<T::kTileM, T::kDimQk>(smem_.q + slot<T::kSlots>(at_) * T::kTileM * T::kDimQk, first,
-                                     end);
-    clear_rows<T::kTileM, T::kDimV>(smem_.dout + slot<T::kSlots>(at_) * T::kTileM * T::kDimV, first,
-                                    end);
+    clear_rows<T::kTileM, T::kDimQk, T::kPanelQk>(
+        smem_.q + slot<T::kSlots>(at_) * T::kTileM * T::kDimQk, first, end);
+    clear_rows<T::kTileM, T::kDimV, T::kPanelV>(
+        smem_.dout + slot<T::kSlots>(at_) * T::kTileM * T::kDimV, first, end);
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }

@@ -22,7 +22,8 @@ struct BwdTypes {
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
   // false: every compute warpgroup owns 64 keys; true: all share the 64 keys of the tile, because
-  // dV and dK of 64 keys are more than one warpgroup can hold.
+  // dV and dK of 64 keys, or they and the slopes of a softcap, are more than one warpgroup can
+  // hold.
   static constexpr bool kShareKeys = kTileN == 64;
   // dS needs P with more bits than bf16 has.
   static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16 && !kShareKeys;
@@ -38,7 +39,10 @@ struct BwdTypes {
   static constexpr bool kBulk = kConfig.dq == DqAdd::kBulk;
   // dQ is multiplied and added in parts of 64 rows and 64 columns.
   static constexpr int kDqFloats = 64 * 64, kDqParts = kTileM * kDimQk / kDqFloats;
-  static constexpr int kPanel = 64;  // columns of one 128-byte swizzled panel
+  // Columns of a swizzled panel: a warpgroup's half of 192 columns is three panels of 64 bytes.
+  static constexpr int panel(int cols) { return kShareKeys && cols % 128 != 0 ? 32 : 64; }
+  static constexpr int kPanelQk = panel(kDimQk), kPanelV = panel(kDimV);
+  static constexpr int kDqColumns = 64;  // of one part
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kBackward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
@@ -46,12 +50,13 @@ struct BwdTypes {
   static_assert(kShareKeys ? kComputes == 2 : kTileN == 64 * kComputes,
                 "compute warpgroups own 64 keys each, or two share them: tile_n is 128 and warps "
                 "12, 192 and 16, or 64 and 12");
-  static_assert(!kShareKeys || (kTileM == 64 && kDimQk % 128 == 0 && kDimV % 128 == 0),
+  static_assert(kShareKeys || kConfig.score == ScoreKind::kScale,
+                "score any needs the registers that tiles of 64 keys leave: tile_n 64");
+  static_assert(!kShareKeys ||
+                    (kTileM == 64 && kDimQk % (2 * kPanelQk) == 0 && kDimV % (2 * kPanelV) == 0),
                 "shared keys: one panel of rows, whole panels of columns for each warpgroup");
   static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
-  static_assert(kDimQk % kPanel == 0 && kDimV % kPanel == 0,
-                "head dims of a row are multiples of 64");
-  static_assert(kDimQk <= kDimV, "dK leaves by way of V's rows in shared memory (epilogue.h)");
+  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims of a row are multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.dq != DqAdd::kAtomic && kConfig.dq_turns == 1);
@@ -59,35 +64,38 @@ struct BwdTypes {
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168 or 128. A
   // compute thread holds dV and dK, P, and one of S and dP; two dozen are left for all else. Where
   // the keys are shared it has half of P, S and dP, so that the dQ warpgroup can have two parts at
-  // hand.
-  static constexpr bool kTwoParts = kShareKeys && !kBulk;
+  // hand; the softcap takes that room at head dim 256.
+  static constexpr bool kTwoParts =
+      kShareKeys && !kBulk && (kConfig.score == ScoreKind::kScale || kDimV <= 128);
   static constexpr int kDqRegisters = kTwoParts ? 104 : 72;
   static constexpr int kComputeRegisters = kTwoParts ? 200 : kComputes == 2 ? 216 : 144;
   static_assert(kDqRegisters + kComputes * kComputeRegisters == 504);
 
   using E = Element<kConfig.dtype>;
 
-  // All tiles: rows of 128 bytes inside a panel of 64 columns, panels one after the other, slots
+  // All tiles: rows of 128 or 64 bytes inside a panel of columns, panels one after the other, slots
   // last.
-  template <int kRows, int kCols, int kSlots>
+  template <int kRows, int kCols, int kSlots, int kPanel = 64>
   using Tile = decltype(cute::tile_to_shape(
-      cute::GMMA::Layout_K_SW128_Atom<E>{},
+      std::conditional_t<kPanel == 64, cute::GMMA::Layout_K_SW128_Atom<E>,
+                         cute::GMMA::Layout_K_SW64_Atom<E>>{},
       cute::Shape<cute::Int<kRows>, cute::Int<kCols>, cute::Int<kSlots>>{}));
   // The same bytes with rows and columns exchanged: (cols, rows, slot).
-  template <int kRows, int kCols, int kSlots>
+  template <int kRows, int kCols, int kSlots, int kPanel = 64>
   using Transposed = decltype(cute::composition(
-      Tile<kRows, kCols, kSlots>{},
+      Tile<kRows, kCols, kSlots, kPanel>{},
       cute::make_layout(
           cute::Shape<cute::Int<kCols>, cute::Int<kRows>, cute::Int<kSlots>>{},
           cute::make_stride(cute::Int<kRows>{}, cute::_1{}, cute::Int<kRows * kCols>{}))));
 
-  using LayoutQ = Tile<kTileM, kDimQk, kSlots>;                  // (tile_m, dim_qk, slot)
-  using LayoutQt = Transposed<kTileM, kDimQk, kSlots>;           // (dim_qk, tile_m, slot)
-  using LayoutDo = Tile<kTileM, kDimV, kSlots>;                  // (tile_m, dim_v, slot)
-  using LayoutDoT = Transposed<kTileM, kDimV, kSlots>;           // (dim_v, tile_m, slot)
-  using LayoutK = Tile<kTileN, kDimQk, 1>;                       // (tile_n, dim_qk, 1)
-  using LayoutKt = Transposed<kTileN, kPanel, kDimQk / kPanel>;  // (64, tile_n, panel)
-  using LayoutV = Tile<kTileN, kDimV, 1>;                        // (tile_n, dim_v, 1)
+  using LayoutQ = Tile<kTileM, kDimQk, kSlots, kPanelQk>;         // (tile_m, dim_qk, slot)
+  using LayoutQt = Transposed<kTileM, kDimQk, kSlots, kPanelQk>;  // (dim_qk, tile_m, slot)
+  using LayoutDo = Tile<kTileM, kDimV, kSlots, kPanelV>;          // (tile_m, dim_v, slot)
+  using LayoutDoT = Transposed<kTileM, kDimV, kSlots, kPanelV>;   // (dim_v, tile_m, slot)
+  using LayoutK = Tile<kTileN, kDimQk, 1, kPanelQk>;              // (tile_n, dim_qk, 1)
+  using LayoutKt =
+      Transposed<kTileN, kDqColumns, kDimQk / kDqColumns, kPanelQk>;  // (64, tile_n, part)
+  using LayoutV = Tile<kTileN, kDimV, 1, kPanelV>;                    // (tile_n, dim_v, 1)
   using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;       // (tile_n, tile_m, slot): dSᵀ as stored
   using LayoutDs = Transposed<kTileN, kTileM, kDsSlots>;  // (tile_m, tile_n, slot)
 
@@ -123,13 +131,13 @@ struct BwdTypes {
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
       product<Shape<kTileN, kDimQk / kParts, kTileM>, false>(), Split{}));
   using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
-      cute::GMMA::ss_op_selector<E, E, float, Shape<64, kPanel, kTileN>, kMn, kMn>(),
+      cute::GMMA::ss_op_selector<E, E, float, Shape<64, kDqColumns, kTileN>, kMn, kMn>(),
       Warpgroups<1>{}));
 
   using ScoreAcc = decltype(cute::partition_fragment_C(MmaS{}, Extent<kTileN, kTileM>{}));
   using DvAcc = decltype(cute::partition_fragment_C(MmaDv{}, Extent<kTileN, kDimV>{}));
   using DkAcc = decltype(cute::partition_fragment_C(MmaDk{}, Extent<kTileN, kDimQk>{}));
-  using DqAcc = decltype(cute::partition_fragment_C(MmaDq{}, Extent<64, kPanel>{}));
+  using DqAcc = decltype(cute::partition_fragment_C(MmaDq{}, Extent<64, kDqColumns>{}));
   using Operand =
       decltype(cute::make_tensor<E>(cute::partition_shape_A(MmaDv{}, Extent<kTileN, kTileM>{})));
 

@@ -155,7 +155,7 @@ class DqStep {
   }
 
  private:
-  static constexpr int kPanels = T::kDimQk / T::kPanel;
+  static constexpr int kParts = T::kDimQk / T::kDqColumns;  // of 64 rows
 
   FA_DEVICE void add_parts(float* sum, int slot) {
     // Unrolled, ptxas would move the products of one part before the reduces of another.
@@ -202,7 +202,7 @@ class DqStep {
     mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int i = 0; i < cute::size<2>(a); ++i) {
-      cute::gemm(mma, a(cute::_, part / kPanels, i, slot), b(cute::_, 0, i, part % kPanels),
+      cute::gemm(mma, a(cute::_, part / kParts, i, slot), b(cute::_, 0, i, part % kParts),
                  dq(cute::_, 0, 0));
       mma.accumulate_ = cute::GMMA::ScaleOut::One;
     }

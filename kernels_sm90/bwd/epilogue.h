@@ -51,7 +51,9 @@ class BwdEpilogue {
 
   template <class Acc>
   FA_DEVICE void store(Acc& acc, const TensorArg& to, int fp32, int dim, float scale) const {
-    if (fp32 != 0 || args_.accumulate != 0)
+    // No chunks where dK is wider than V, whose rows it would leave by.
+    constexpr bool kFits = kColumns<Acc> <= 2 * decltype(cute::size(typename T::DvAcc{}))::value;
+    if (!kFits || fp32 != 0 || args_.accumulate != 0)
       store_pairs(acc, to, fp32, dim, scale);
     else
       store_chunks(acc, to, dim, scale);
@@ -63,9 +65,11 @@ class BwdEpilogue {
     constexpr DType kType = T::kConfig.dtype;
     constexpr int kChunks = kColumns<Acc> / 8;
     const int lane = thread_ % 32, left = first_column<Acc>();
+    // Panels of 64 columns, however V lay there.
     const auto address = [&](int key, int chunk) {
-      return reinterpret_cast<char*>(smem_.v) + (left / 64 + chunk / 8) * T::kTileN * 128 +
-             key * 128 + ((chunk % 8 ^ key % 8) * 16);
+      chunk += left / 8;
+      return reinterpret_cast<char*>(smem_.v) + chunk / 8 * T::kTileN * 128 + key * 128 +
+             ((chunk % 8 ^ key % 8) * 16);
     };
     CUTE_UNROLL
     for (int i = 0; i < kColumns<Acc> / 16; ++i) {

@@ -41,12 +41,14 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
 // Blocks in ascending order for every head of the group: left edge, interior, right edge. The first
 // block of all is masked by first(); both edges run through one loop.
 template <class Step>
-FA_DEVICE void accumulate_tile(Step& step, const QueryRange& range, int group) {
+FA_DEVICE void accumulate_tile(Step& step, const QueryRange& range, int head_q, int group) {
   int m = range.begin;
+  step.begin_head(head_q);
   step.first(m);
   ++m;
 #pragma unroll 1
   for (int g = 0; g < group; ++g) {
+    if (g > 0) step.begin_head(head_q + g);
     int stop = range.full_begin;
     while (true) {
 #pragma unroll 1
@@ -92,10 +94,14 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     const int thread = threadIdx.x - kFirstCompute * kWarpgroupThreads;
     const BwdEpilogue<Row> epilogue(params.args, smem, thread);
     if (tile.has_work()) {
-      using Step = std::conditional_t<T::kShareKeys, BwdWideStep<Row>, BwdStep<Row>>;
-      Step step(smem, params.args, thread);
-      accumulate_tile(step, tile.range, group);
-      epilogue.store(step.dk(), step.dv());
+      with_score<T::kConfig.score>(
+          params.args.score, [&](auto score) __attribute__((always_inline)) {
+            using Wide = BwdWideStep<Row, decltype(score)>;
+            using Step = std::conditional_t<T::kShareKeys, Wide, BwdStep<Row>>;
+            Step step(smem, params.args, thread);
+            accumulate_tile(step, tile.range, tile.head_k * group, group);
+            epilogue.store(step.dk(), step.dv());
+          });
     } else {
       epilogue.store_empty();
     }

@@ -11,18 +11,19 @@
 
 namespace fa::sm90 {
 
-// A [B, S, H, D] tensor seen in boxes of `rows` x 64 columns of one head.
+// A [B, S, H, D] tensor seen in boxes of `rows` x `columns` of one head.
 inline fa_status encode_bwd_rows(const char* name, const TensorArg& tensor, DType dtype,
                                  int64_t dim, int64_t rows, int64_t heads, int64_t batch,
-                                 int box_rows, TensorMap* map) {
+                                 int box_rows, int box_columns, TensorMap* map) {
   const TensorMapSpec spec{
       .name = name,
       .data = tensor.data,
       .dtype = dtype,
       .extent = {dim, rows, heads, batch},
       .stride_bytes = {tensor.stride_row * 2, tensor.stride_head * 2, tensor.stride_batch * 2},
-      .box = {64, box_rows, 1, 1},
-      .swizzle_128 = true};
+      .box = {box_columns, box_rows, 1, 1},
+      .swizzle_128 = box_columns == 64,
+      .swizzle_64 = box_columns == 32};
   return encode_tensor_map(spec, map);
 }
 
@@ -36,14 +37,14 @@ fa_status encode_bwd_maps(const BwdArgs& args, BwdParams<Row>* params) {
                 k_rows = packed_k ? seq.total_k : seq.seqlen_k;
   const int64_t q_batch = packed_q ? 1 : seq.batch, k_batch = packed_k ? 1 : seq.batch;
   FA_TRY(encode_bwd_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN,
-                         &params->k));
+                         T::kPanelQk, &params->k));
   FA_TRY(encode_bwd_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
-                         &params->v));
+                         T::kPanelV, &params->v));
   if (q_rows == 0) return FA_OK;  // no block is ever loaded
   FA_TRY(encode_bwd_rows("q", args.q, kType, args.dim_qk, q_rows, args.heads_q, q_batch, T::kTileM,
-                         &params->q));
+                         T::kPanelQk, &params->q));
   return encode_bwd_rows("dout", args.dout, kType, args.dim_v, q_rows, args.heads_q, q_batch,
-                         T::kTileM, &params->dout);
+                         T::kTileM, T::kPanelV, &params->dout);
 }
 
 template <class Row>

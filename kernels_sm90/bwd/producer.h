@@ -24,9 +24,9 @@ class BwdLoader {
   FA_DEVICE void begin() {
     head_ = smem_.tile.head_k * args_.group;
     m_ = smem_.tile.range.begin;
-    load_keys<T::kDimQk>(k_map_, smem_.k, &smem_.k_full);
+    load_keys<T::kDimQk, T::kPanelQk>(k_map_, smem_.k, &smem_.k_full);
     load_q();
-    load_keys<T::kDimV>(v_map_, smem_.v, &smem_.v_full);
+    load_keys<T::kDimV, T::kPanelV>(v_map_, smem_.v, &smem_.v_full);
     load_do();
     advance();
     for (int i = 1; i < T::kSlots; ++i) next();
@@ -53,7 +53,7 @@ class BwdLoader {
     mbarrier_wait(&smem_.q_slots.empty[slot], at_.parity());
     uint64_t* full = &smem_.q_slots.full[slot];
     mbarrier_expect(full, T::kQBytes + T::kStatBytes);
-    load_rows<T::kDimQk>(q_map_, smem_.q + slot * T::kTileM * T::kDimQk, full);
+    load_rows<T::kDimQk, T::kPanelQk>(q_map_, smem_.q + slot * T::kTileM * T::kDimQk, full);
     load_stats(args_.work.lse_log2, smem_.lse_log2[slot], full);
   }
 
@@ -62,28 +62,28 @@ class BwdLoader {
     mbarrier_wait(&smem_.do_slots.empty[slot], at_.parity());
     uint64_t* full = &smem_.do_slots.full[slot];
     mbarrier_expect(full, T::kDoBytes + T::kStatBytes);
-    load_rows<T::kDimV>(do_map_, smem_.dout + slot * T::kTileM * T::kDimV, full);
+    load_rows<T::kDimV, T::kPanelV>(do_map_, smem_.dout + slot * T::kTileM * T::kDimV, full);
     load_stats(args_.work.delta, smem_.delta[slot], full);
   }
 
-  template <int kDim>
+  template <int kDim, int kPanel>
   FA_DEVICE void load_keys(const TensorMap& map, E* to, uint64_t* full) const {
     const KeyTileInfo& s = smem_.tile.seq;
     mbarrier_expect(full, T::kTileN * kDim * 2);
     CUTE_UNROLL
-    for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+    for (int panel = 0; panel < kDim / kPanel; ++panel)
       tma_load<L2Policy::kEvictFirst>(
-          map, to + panel * T::kPanel * T::kTileN, full,
-          BoxCoord{panel * T::kPanel, s.k_begin + s.n_first, smem_.tile.head_k, s.k_batch});
+          map, to + panel * kPanel * T::kTileN, full,
+          BoxCoord{panel * kPanel, s.k_begin + s.n_first, smem_.tile.head_k, s.k_batch});
   }
-  template <int kDim>
+  template <int kDim, int kPanel>
   FA_DEVICE void load_rows(const TensorMap& map, E* to, uint64_t* full) const {
     const KeyTileInfo& s = smem_.tile.seq;
     CUTE_UNROLL
-    for (int panel = 0; panel < kDim / T::kPanel; ++panel)
+    for (int panel = 0; panel < kDim / kPanel; ++panel)
       tma_load<L2Policy::kEvictLast>(
-          map, to + panel * T::kPanel * T::kTileM, full,
-          BoxCoord{panel * T::kPanel, s.q_begin + m_ * T::kTileM, head_, s.q_batch});
+          map, to + panel * kPanel * T::kTileM, full,
+          BoxCoord{panel * kPanel, s.q_begin + m_ * T::kTileM, head_, s.q_batch});
   }
   FA_DEVICE void load_stats(const float* from, float* to, uint64_t* full) const {
     bulk_load(to, from + workspace_tile(args_, smem_.tile.seq, head_, m_) * T::kTileM,

@@ -24,6 +24,8 @@ class BwdStep : public BwdCompute<Row> {
   FA_DEVICE BwdStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
       : Base(smem, args, thread) {}
 
+  FA_DEVICE void begin_head(int) {}
+
   FA_DEVICE void first(int m) {
     Base::begin();
     Score s;

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What does a compute warpgroup do for one block of query rows where a head is too wide for one
-// warpgroup to hold dV and dK of its keys?
+// What does a compute warpgroup do for one block of query rows where one cannot hold dV and dK of
+// 64 keys, because a head is wide or scores need registers?
 #pragma once
 
+#include "kernels_common/device/score.h"
 #include "kernels_sm90/bwd/compute.h"
 
 namespace fa::sm90 {
@@ -10,7 +11,8 @@ namespace fa::sm90 {
 // All warpgroups share the keys of the tile. Each makes the scores of its part of the rows, and dV
 // and dK of its part of the columns; P and dS go from one to the other through shared memory, where
 // all meet once a block. The scores of a block are issued behind dV and dK of the one before.
-template <class Row>
+// `Policy`: of score.h.
+template <class Row, class Policy>
 class BwdWideStep : public BwdCompute<Row> {
   using T = BwdTypes<Row>;
   using Base = BwdCompute<Row>;
@@ -23,6 +25,14 @@ class BwdWideStep : public BwdCompute<Row> {
  public:
   FA_DEVICE BwdWideStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
       : Base(smem, args, thread) {}
+
+  FA_DEVICE void begin_head(int head_q) {
+    if constexpr (Policy::kPlain) return;
+    const KeyTileInfo& s = smem_.tile.seq;
+    score_tile_ = score_tile(args_.score, s.batch, head_q, s.q_len, s.k_len);
+    // The distance of a key from a row is that of the row from the key.
+    score_tile_.shift = -score_tile_.shift;
+  }
 
   FA_DEVICE void first(int m) {
     Base::begin();
@@ -95,6 +105,10 @@ class BwdWideStep : public BwdCompute<Row> {
     cute::warpgroup_wait<1>();
     cute::warpgroup_fence_operand(s);
     auto scores = acc_view(s);  // (2 keys, rows / 4)
+    const int key = smem_.tile.seq.n_first + Base::first_key(), row = m * T::kTileM + first;
+    Policy::template apply<16>(scores, args_.score, score_tile_, key, row);
+    Score slopes;  // of the softcap
+    if constexpr (Policy::kHasCap) cap_derivatives(scores, acc_view(slopes), key - row);
     if constexpr (Edge::kMasked) Base::hide(scores, m * T::kTileM + first);
     CUTE_UNROLL
     for (int c = 0; c < kRows / 4; c += 2) {
@@ -107,6 +121,10 @@ class BwdWideStep : public BwdCompute<Row> {
       }
     }
     store(s, smem_.p);
+    if constexpr (Policy::kHasCap) {
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(s); ++i) s(i) = times<Edge>(s(i), slopes(i));
+    }
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dp);
     auto view = acc_view(dp);
@@ -115,8 +133,8 @@ class BwdWideStep : public BwdCompute<Row> {
       const float2 delta = *reinterpret_cast<const float2*>(smem_.delta[slot] + first + acc_col(c));
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        view(r, c) = ds<Edge>(scores(r, c), view(r, c) - delta.x);
-        view(r, c + 1) = ds<Edge>(scores(r, c + 1), view(r, c + 1) - delta.y);
+        view(r, c) = times<Edge>(scores(r, c), view(r, c) - delta.x);
+        view(r, c + 1) = times<Edge>(scores(r, c + 1), view(r, c + 1) - delta.y);
       }
     }
     store(dp, smem_.ds);
@@ -128,8 +146,23 @@ class BwdWideStep : public BwdCompute<Row> {
     sync<T::kComputeThreads>(Barrier::kOperands);
   }
 
+  // `ahead`: positions of the thread's first key, on the axis of the keys, before its first row.
+  template <class View>
+  FA_DEVICE void cap_derivatives(const View& scores, View slopes, int ahead) const {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < kRows / 4; ++c) {
+        const int distance = ahead + 8 * r + score_tile_.shift - acc_col(c);
+        const float penalty = score_tile_.slope * fabsf(static_cast<float>(distance));
+        slopes(r, c) = Policy::cap_derivative(scores(r, c), penalty, args_.score);
+      }
+    }
+  }
+
+  // 0 where P was masked, whatever x is there.
   template <class Edge>
-  FA_DEVICE static float ds(float p, float x) {
+  FA_DEVICE static float times(float p, float x) {
     return Edge::kMasked && p == 0.f ? 0.f : p * x;
   }
 
@@ -149,6 +182,8 @@ class BwdWideStep : public BwdCompute<Row> {
                      pack_pair<kType>(f[6], f[7]));
     }
   }
+
+  ScoreTile score_tile_{};  // of the head
 };
 
 }  // namespace fa::sm90

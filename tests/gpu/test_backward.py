@@ -125,6 +125,8 @@ POISONED = [
     Case(batch=2, q=70, k=140, leftpad_k=(65, 140), window=(31, 5), sinks="fp32", dlse=True),
     Case(q=64, k=400, window=(30, 0), dim=128, tag="hidden_keys"),
     Case(q=300, k=40, causal=True, batch=2, sinks="same", dlse=True),
+    Case(q=(129, 0, 255), k=(70, 5, 255), dim=128, causal=True, heads_q=4, heads_k=2, softcap=8.0),
+    Case(batch=2, q=70, k=140, leftpad_k=(0, 33), seqused_k=(140, 99), softcap=4.0, alibi="h"),
 ]
 
 
