@@ -2,6 +2,7 @@
 // How do key block n and value block n reach shared memory?
 #pragma once
 
+#include "kernels_common/device/grid_order.h"
 #include "kernels_sm90/common/tma.h"
 #include "kernels_sm90/fwd/smem.h"
 
@@ -44,8 +45,10 @@ struct TmaKv {
     at.advance();
   }
 
-  // Panels of 128 keys of all columns; keys behind the sequence's are zeros or another's.
+  // Panels of 128 keys of all columns; keys behind the sequence's are zeros or another's. Written
+  // by the kernel ahead: Q and the first K do not wait for it.
   FA_DEVICE void load_transposed(const FwdTile& tile, int n) {
+    wait_for_kernel_ahead();
     mbarrier_wait(&smem.v_slots.empty[v_at.slot()], v_at.parity());
     uint64_t* full = &smem.v_slots.full[v_at.slot()];
     mbarrier_expect(full, T::kVBytes);

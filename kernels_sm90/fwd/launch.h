@@ -104,10 +104,12 @@ const void* function() {
   return reinterpret_cast<const void*>(&fa_fwd<Row>);
 }
 
-// Writes V as the row wants it into the workspace.
+// Writes V as the row wants it into the workspace. `launched`: the next kernel may begin while that
+// one ends.
 template <class Row>
-fa_status transpose_values(FwdArgs& args, void* stream) {
+fa_status transpose_values(FwdArgs& args, void* stream, bool* launched) {
   const int64_t blocks = transpose_blocks(args);
+  *launched = blocks > 0;
   if (blocks == 0) return FA_OK;
   return launch_row<Row>(reinterpret_cast<const void*>(&fa_transpose_v<Row>),
                          static_cast<int>(blocks), kTransposeThreads, 0, &args, stream);
@@ -117,11 +119,13 @@ template <class Row>
 fa_status launch(const LaunchArgs& args, void* stream) {
   KernelParams<Row> params{};
   params.args = args.fwd;
-  if constexpr (FwdTypes<Row>::kFp8) FA_TRY(transpose_values<Row>(params.args, stream));
   FA_TRY(encode_maps<Row>(params.args, &params));
   if (params.args.next_tile != nullptr) FA_TRY(clear_counter(params.args.next_tile, stream));
+  bool overlapped = false;
+  if constexpr (FwdTypes<Row>::kFp8)
+    FA_TRY(transpose_values<Row>(params.args, stream, &overlapped));
   return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
-                         &params, stream);
+                         &params, stream, overlapped);
 }
 
 template <class Row>

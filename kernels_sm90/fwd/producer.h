@@ -62,10 +62,11 @@ FA_DEVICE void produce(FwdSmem<Row>& smem, TmaQ<Row> q, TmaKv<Row> kv) {
   for (SlotCursor<kTileSlots> at{0};; at.advance()) {
     mbarrier_wait(&smem.tile_slots.full[at.slot()], at.parity());
     const FwdTile& tile = smem.tiles[at.slot()];
-    if (tile.last) return;
+    if (tile.last) break;
     if (tile.has_work()) load_tile<Row>(tile, q, kv);
     mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
   }
+  if constexpr (FwdTypes<Row>::kFp8) wait_for_kernel_ahead();  // this one must not end before it
 }
 
 // The same without TMA for K and V: one lane brings Q, two warps copy.

@@ -3,6 +3,7 @@
 // with contiguous keys.
 #pragma once
 
+#include "kernels_common/device/grid_order.h"
 #include "kernels_common/device/value_keys.h"
 #include "kernels_sm90/fwd/config.h"
 
@@ -132,6 +133,7 @@ template <class Row>
 __global__ void __launch_bounds__(kTransposeThreads)
     fa_transpose_v(const __grid_constant__ FwdArgs args) {
   __shared__ TransposeSmem smem;
+  let_next_kernel_begin();
   const TransposeBlock block = transpose_block(args);
   if (!block.tile.read()) return;
   if (args.v_keys.stride_dim == 1)
