@@ -50,9 +50,9 @@ FA_DEVICE TransposeBlock transpose_block(const FwdArgs& args) {
 FA_DEVICE uint4 load_columns(const uint8_t* row, int dim, int dim_v) {
   uint4 value{};
   if (dim + 16 <= dim_v) {
-    value = *reinterpret_cast<const uint4*>(row + dim);
+    value = __ldg(reinterpret_cast<const uint4*>(row + dim));
   } else if (dim + 8 <= dim_v) {
-    const uint2 half = *reinterpret_cast<const uint2*>(row + dim);
+    const uint2 half = __ldg(reinterpret_cast<const uint2*>(row + dim));
     value.x = half.x;
     value.y = half.y;
   }
@@ -63,17 +63,23 @@ FA_DEVICE uint4 load_columns(const uint8_t* row, int dim, int dim_v) {
 FA_DEVICE void transpose_rows(const FwdArgs& args, const TransposeBlock& block,
                               TransposeSmem& smem) {
   const int thread = static_cast<int>(threadIdx.x);
+  constexpr int kLoads = kValueTile * 4 / kTransposeThreads;
+  const int chunk = thread % 4;
+  uint4 value[kLoads];  // all on their way before the first is waited for
   CUTE_UNROLL
-  for (int i = 0; i < kValueTile * 4 / kTransposeThreads; ++i) {
-    const int local = (i * kTransposeThreads + thread) / 4, chunk = thread % 4;
-    const int key = block.tile.first + local;
-    uint4 value{};
+  for (int i = 0; i < kLoads; ++i) {
+    const int key = block.tile.first + (i * kTransposeThreads + thread) / 4;
+    value[i] = uint4{};
     if (key >= block.tile.seen.begin && key < block.tile.seen.end)
-      value = load_columns(block.source + key * args.v.stride_row, block.first_dim + 16 * chunk,
-                           args.dim_v);
+      value[i] = load_columns(block.source + key * args.v.stride_row, block.first_dim + 16 * chunk,
+                              args.dim_v);
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kLoads; ++i) {
+    const int local = (i * kTransposeThreads + thread) / 4;
     *reinterpret_cast<uint4*>(
         &smem.words[local / kKeyGroup][local % kKeyGroup * (kTransposeDims / 4) + 4 * chunk]) =
-        value;
+        value[i];
   }
   __syncthreads();
   const int group = thread % TransposeSmem::kGroups, quad = thread / TransposeSmem::kGroups;
@@ -133,8 +139,10 @@ template <class Row>
 __global__ void __launch_bounds__(kTransposeThreads)
     fa_transpose_v(const __grid_constant__ FwdArgs args) {
   __shared__ TransposeSmem smem;
+  __shared__ TransposeBlock block;  // found by one thread: it is half of the instructions
   let_next_kernel_begin();
-  const TransposeBlock block = transpose_block(args);
+  if (threadIdx.x == 0) block = transpose_block(args);
+  __syncthreads();
   if (!block.tile.read()) return;
   if (args.v_keys.stride_dim == 1)
     transpose_rows(args, block, smem);
