@@ -2,7 +2,7 @@
 # What did each generation of attention gain, in time, memory and bytes, on this GPU?
 """From standard attention to FlashAttention 3, measured: time, memory, bytes, errors, ablations.
 
-    python3 tools/evolution.py --quick                     # head dim 128, under three minutes
+    python3 tools/evolution.py --quick                     # head dim 128, about a minute
     python3 tools/evolution.py --json docs/results/evolution.jsonl
     python3 tools/evolution.py --parts bytes --lengths 4096
     python3 tools/evolution.py --ablations build/ablations # *.so, each with one forward row

@@ -28,6 +28,7 @@ RESULTS = ROOT / "docs" / "results" / "evolution.jsonl"
 TEMPLATES = {"en": "page.en.tmpl", "zh": "page.zh.tmpl"}
 PAGES = {"en": "evolution.md", "zh": "evolution.zh.md"}
 PLOTS = ("evolution_time.png", "evolution_memory.png", "evolution_bytes.png")
+SMALL = "evolution_short_and_exact.png"
 NEEDED = ("time", "error", "bytes")  # a page without these would have holes
 
 
@@ -49,7 +50,7 @@ def blocks(lines: list[Line], words: Words) -> dict[str, list[str]]:
         "errors": tables.error_table(lines, words),
         "ablations": tables.ablation_table(lines, words),
     }
-    for name in PLOTS:
+    for name in (*PLOTS, SMALL):
         made[f"plot {name}"] = [f"![{name.removesuffix('.png')}](results/{name})"]
     return made
 
@@ -82,10 +83,11 @@ def plots(lines: list[Line], folder: Path) -> None:
         name: str,
         panels: Sequence[tuple[str, list[Line], Callable[[Line], float | None]]],
         unit: str,
-        formula: str | None = None,
+        *formulas: str,
     ) -> None:
         figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.6), squeeze=False)
-        for axis, (title, some, value) in zip(axes.flat, panels, strict=True):
+        several = formulas or ("",) * len(panels)
+        for axis, (title, some, value), formula in zip(axes.flat, panels, several, strict=True):
             for label in columns(some):
                 mine = [one for one in some if column(one) == label]
                 points = sorted((one["seqlen"], value(one)) for one in mine if value(one))
@@ -104,7 +106,7 @@ def plots(lines: list[Line], folder: Path) -> None:
             axis.set_xlabel("sequence length")
             axis.set_ylabel(unit)
             axis.grid(alpha=0.3)
-        axes.flat[0].legend(fontsize=7)
+        axes.flat[0].legend(fontsize=6, framealpha=0.4)
         figure.tight_layout()
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / name, dpi=90, metadata={"Software": None})
@@ -127,17 +129,54 @@ def plots(lines: list[Line], folder: Path) -> None:
         (f"{op}, D{dim}: allocated by one call", times(op, False), _peak)
         for op in ("forward", "backward")
     ]
-    draw(PLOTS[1], memory, "bytes", "model_memory")
-    draw(
-        PLOTS[2],
-        [(f"DRAM, forward, D{dim}", forward, dram)],
-        "bytes (dashes: formula)",
-        "model_dram",
-    )
+    draw(PLOTS[1], memory, "bytes", "model_memory", "model_memory")
+    borders = [
+        (f"DRAM, forward, D{dim}", forward, dram),
+        (f"L2 → SM, forward, D{dim}", [o for o in forward if o["model_l2_read"]], _l2_read),
+    ]
+    draw(PLOTS[2], borders, "bytes (dashes: formula)", "model_dram", "model_l2_read")
+    plot_small(lines, folder / SMALL, words)
+
+
+def plot_small(lines: list[Line], path: Path, words: Words) -> None:
+    """What one short sequence takes, and how far each answer is from fp64."""
+    import matplotlib.pyplot as plt
+
+    dim = main_dim(chosen(lines, "time"))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(9.2, 3.6))
+    short = [one for one in chosen(lines, "time", head_dim=dim) if tables.is_short(one)]
+    for label in columns(short):
+        points = sorted((o["seqlen"], o["median_ms"]) for o in short if column(o) == label)
+        color = f"C{tables.ORDER.index(label)}"
+        left.plot(*zip(*points, strict=True), "o-", color=color, label=words[label])
+    lengths = sorted({one["seqlen"] for one in short})
+    left.set_xscale("log", base=2)
+    left.set_xticks(lengths, [str(n) for n in lengths])
+    left.set_yscale("log")
+    left.set_title(f"one sequence, forward, D{dim}", fontsize=9)
+    left.set_xlabel("sequence length")
+    left.set_ylabel("ms")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=7)
+    errors = {column(one): one["rms_error"] for one in chosen(lines, "error", head_dim=dim)}
+    names = [name for name in tables.ORDER if name in errors]
+    colors = [f"C{tables.ORDER.index(name)}" for name in names]
+    right.bar(names, [errors[name] for name in names], color=colors)
+    right.set_yscale("log")
+    right.set_title(f"difference from fp64, D{dim}", fontsize=9)
+    right.set_ylabel("root mean square")
+    right.grid(alpha=0.3, axis="y")
+    figure.tight_layout()
+    figure.savefig(path, dpi=90, metadata={"Software": None})
+    plt.close(figure)
 
 
 def _rate(one: Line) -> float | None:
     return one["tflops"]
+
+
+def _l2_read(one: Line) -> float | None:
+    return one["l2_read"]
 
 
 def _peak(one: Line) -> float | None:

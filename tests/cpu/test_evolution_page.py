@@ -93,7 +93,7 @@ def test_both_pages_are_whole() -> None:
     for text in made.values():
         assert "{{" not in text and "}}" not in text and "nan" not in text
         assert "a made-up GPU" in text and "0123456789ab" in text
-        for name in evolution_page.PLOTS:
+        for name in (*evolution_page.PLOTS, evolution_page.SMALL):
             assert f"](results/{name})" in text
 
 
@@ -235,7 +235,7 @@ def test_a_call_that_did_not_fit_is_named() -> None:
 def test_plots_are_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     evolution_page.plots(lines(), tmp_path)
-    for name in evolution_page.PLOTS:
+    for name in (*evolution_page.PLOTS, evolution_page.SMALL):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
