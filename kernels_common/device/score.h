@@ -5,6 +5,7 @@
 
 #include "kernels_common/device/acc_view.h"
 #include "kernels_common/device/block_range.h"
+#include "kernels_common/device/online_softmax.h"
 #include "kernels_common/host/kernel_config.h"
 
 namespace fa {
@@ -27,27 +28,33 @@ FA_DEVICE ScoreTile score_tile(const ScoreArgs& args, int sequence, int head_q, 
   return ScoreTile{slope, k_len - q_len};
 }
 
-// tanh(2h)/2. With t = tanh(h) = P/Q, tanh(2h) = 2t/(1 + t²) = 2PQ/(P² + Q²): one reciprocal, and
-// where t approaches 1 its error enters squared. P and Q are a weighted minimax fit on |h| <= 4.7,
-// beyond which the result is 1/2 in fp32: relative error below 3.1e-7 (the cost of tanh.approx, a
-// second operation of the exponential's unit; that one errs by 5e-4, which fp32 results and LSE
-// show). min and max of a NaN are the NaN.
-FA_DEVICE float half_tanh_of_double(float h) {
-  asm("min.NaN.f32 %0, %0, 0f40966666;\n\tmax.NaN.f32 %0, %0, 0fC0966666;" : "+f"(h));  // ±4.7
-  const float u = h * h;
-  const float p = h * (1.f + u * (0.11898506432771683f + u * 0.0018186250235885382f));
-  const float q =
-      1.f + u * (0.4523181915283203f + u * (0.019258776679635048f + u * 7.786970672896132e-05f));
-  float reciprocal;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(p * p + q * q));
-  return p * q * reciprocal;
-}
+// tanh(2h)/2 in two ways, with a relative error below 5e-7 each (tanh.approx errs by 5e-4, which
+// fp32 results and LSE show). A score takes the way that its own size says, whatever its neighbours
+// are; near 0 the difference that the second way takes would lose its digits.
+struct HalfTanh {
+  static constexpr float kSmall = 0.325f;  // a score of 0.65 times the cap
+
+  // |h| <= kSmall: a weighted minimax fit, and no use of the exponential's unit.
+  FA_DEVICE static float small(float h) {
+    const float u = h * h;
+    const float tail = -3.306293487548828f + u * 3.7827765941619873f;
+    return h * (1.f + u * (-1.3332805633544922f + u * (2.128376007080078f + u * tail)));
+  }
+
+  FA_DEVICE static float any(float h) {
+    constexpr float k4Log2e = 5.770780163555854f;
+    float reciprocal;  // 1/2 - 1/(1 + exp 4h); of inf it is 0
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(1.f + exp2_approx(h * k4Log2e)));
+    return fabsf(h) <= kSmall ? small(h) : 0.5f - reciprocal;
+  }
+};
 
 // Policies turn products into scores that the softmax multiplies by FwdArgs::scale_log2, in place.
-// `view` (rows, columns) of this thread; `row`, `col`: sequence position of its (0, 0).
+// `view` (rows, columns) of this thread; `row`, `col`: sequence position of its (0, 0). kVoted: the
+// cheaper way of a tanh where a warp needs no other; the results are the same.
 struct PlainScore {
   static constexpr bool kPlain = true, kHasCap = false, kHasAlibi = false;
-  template <int kSlabRows, class View>
+  template <int kSlabRows, bool kVoted = true, class View>
   FA_DEVICE static void apply(View&, const ScoreArgs&, const ScoreTile&, int, int) {}
 };
 
@@ -61,21 +68,61 @@ struct AnyScore {
     return 1.f - 4.f * half_tanh * half_tanh;
   }
 
-  template <int kSlabRows, class View>
+  template <int kSlabRows, bool kVoted = true, class View>
   FA_DEVICE static void apply(View& view, const ScoreArgs& args, const ScoreTile& tile, int row,
                               int col) {
+    if constexpr (kCapped) cap<kVoted>(view, args.inner);
+    if constexpr (kAlibi) {
+      // Column 0 of the view is `ahead` keys behind the row's own position.
+      CUTE_UNROLL
+      for (int r = 0; r < cute::size<0>(view); r += 2)
+        subtract_distance(view, r, kCapped ? args.outer : args.inner, tile.slope,
+                          static_cast<float>(row + acc_row(r, kSlabRows) + tile.shift - col));
+    }
+  }
+
+ private:
+  // Few blocks hold a score near the cap; a warp whose block has none needs the fit alone.
+  template <bool kVoted, class View>
+  FA_DEVICE static void cap(View& view, float inner) {
+    float top[4] = {0.f, 0.f, 0.f, 0.f};  // four: one would be a long chain
     CUTE_UNROLL
     for (int r = 0; r < cute::size<0>(view); ++r) {
-      // Column 0 of the view is `ahead` keys behind the row's own position.
-      const float ahead = static_cast<float>(row + acc_row(r, kSlabRows) + tile.shift - col);
       CUTE_UNROLL
       for (int c = 0; c < cute::size<1>(view); ++c) {
-        float s = view(r, c) * args.inner;
-        if constexpr (kCapped) s = half_tanh_of_double(s);
-        if constexpr (kCapped && kAlibi) s *= args.outer;
-        if constexpr (kAlibi) s -= tile.slope * fabsf(ahead - static_cast<float>(acc_col(c)));
-        view(r, c) = s;
+        view(r, c) *= inner;
+        float& t = top[r % 2 * 2 + c % 2];
+        t = fmaxf(t, fabsf(view(r, c)));
       }
+    }
+    const float all = fmaxf(fmaxf(top[0], top[1]), fmaxf(top[2], top[3]));
+    if (!kVoted || __any_sync(0xffffffffu, all > HalfTanh::kSmall))
+      for_each(view, [](float h) { return HalfTanh::any(h); });
+    else
+      for_each(view, [](float h) { return HalfTanh::small(h); });
+  }
+  template <class View, class Function>
+  FA_DEVICE static void for_each(View& view, Function function) {
+    CUTE_UNROLL
+    for (int r = 0; r < cute::size<0>(view); ++r) {
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) = function(view(r, c));
+    }
+  }
+
+  // Rows r and r + 1 of the view lie 8 apart, as columns c and c + 2 do: the penalty of the lower
+  // row is that of the upper one two columns before. A view of one row has no lower one.
+  template <class View>
+  FA_DEVICE static void subtract_distance(View& view, int r, float factor, float slope,
+                                          float ahead) {
+    constexpr bool kPair = decltype(cute::size<0>(view))::value > 1;
+    float before[2] = {slope * fabsf(ahead + 8.f), slope * fabsf(ahead + 7.f)};
+    CUTE_UNROLL
+    for (int c = 0; c < cute::size<1>(view); ++c) {
+      const float penalty = slope * fabsf(ahead - static_cast<float>(acc_col(c)));
+      view(r, c) = view(r, c) * factor - penalty;
+      if constexpr (kPair) view(r + 1, c) = view(r + 1, c) * factor - before[c % 2];
+      before[c % 2] = penalty;
     }
   }
 };

@@ -205,9 +205,10 @@ class BwdStep {
     ScoreTile tile = score_tile(args_.score, info.batch, head(in_group), info.q_len, info.k_len);
     tile.shift = -tile.shift;  // the distance of a key from a row is that of the row from the key
     with_score<ScoreKind::kAny>(args_.score, [&](auto score) __attribute__((always_inline)) {
-      score.template apply<16>(view, args_.score, tile,
-                               info.n_first + pair_ * T::kPairKeys + lane / 4,
-                               m * T::kTileM + acc_first_col(lane));
+      // Two ways side by side would take registers that are not there.
+      score.template apply<16, false>(view, args_.score, tile,
+                                      info.n_first + pair_ * T::kPairKeys + lane / 4,
+                                      m * T::kTileM + acc_first_col(lane));
     });
   }
   FA_DEVICE int head(int in_group) const { return state_.head_k * args_.group + in_group; }

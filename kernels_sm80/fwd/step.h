@@ -24,6 +24,8 @@ class FwdStep {
   static constexpr int kRows = 2 * T::kSlabs;  // of this thread
   static constexpr int kKSteps = T::kDimQk / 16;
   static constexpr int kBlocks = T::kTileN / 16;  // of keys, each one operand of P · V
+  // Registers of scores and O that leave room for two ways of a tanh.
+  static constexpr bool kVoted = kRows * (T::kTileN + T::kDimV) / 4 < 192;
   static constexpr int kAhead = 1;  // operands of K and V loaded ahead of the product in progress
   using Scores = Accumulator<T::kSlabs, T::kTileN>;
   using Output = Accumulator<T::kSlabs, T::kDimV>;
@@ -143,10 +145,10 @@ class FwdStep {
         for_each_packed_row(view, row, [&](auto& one, int position, int head) {
           const SeqInfo& seq = state_.seq;
           const ScoreTile tile = score_tile(args_.score, seq.index, head, seq.q_len, seq.k_len);
-          policy.template apply<16>(one, args_.score, tile, position, col);
+          policy.template apply<16, kVoted>(one, args_.score, tile, position, col);
         });
       } else {
-        policy.template apply<16>(view, args_.score, state_.score, row, col);
+        policy.template apply<16, kVoted>(view, args_.score, state_.score, row, col);
       }
     });
   }

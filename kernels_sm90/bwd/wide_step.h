@@ -106,7 +106,7 @@ class BwdWideStep : public BwdCompute<Row> {
     cute::warpgroup_fence_operand(s);
     auto scores = acc_view(s);  // (2 keys, rows / 4)
     const int key = smem_.tile.seq.n_first + Base::first_key(), row = m * T::kTileM + first;
-    Policy::template apply<16>(scores, args_.score, score_tile_, key, row);
+    Policy::template apply<16, false>(scores, args_.score, score_tile_, key, row);
     Score slopes;  // of the softcap
     if constexpr (Policy::kHasCap) cap_derivatives(scores, acc_view(slopes), key - row);
     if constexpr (Edge::kMasked) Base::hide(scores, m * T::kTileM + first);

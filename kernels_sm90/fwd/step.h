@@ -417,7 +417,8 @@ class FwdStep {
       pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
   OnlineSoftmax<2> softmax_;
   SlotCursor<T::kQSlots> q_at_{0};
-  typename T::template Cursor<T::kWideOutput, T::kStages> k_at_{0}, v_at_{0};
+  typename T::template Cursor<T::kWideOutput || T::kConfig.score == ScoreKind::kAny, T::kStages>
+      k_at_{0}, v_at_{0};
   typename T::ScoreAcc s_;       // ((2, 2, tile_n / 8), 1, 1)
   typename T::OutputAcc o_;      // ((2, 2, dim_v / 8), 1, 1)
   typename T::Probabilities p_;  // (MMA, 1, MMA_K): 16-bit
