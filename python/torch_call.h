@@ -128,21 +128,35 @@ inline int32_t window(int64_t keys) {
   return static_cast<int32_t>(keys < kUnlimitedWindow ? keys : kUnlimitedWindow);
 }
 
-// Broadcastable to [B, Hkv].
-inline fa_factors descale(const Stack& s, const Call& c, int i) {
+// Broadcastable to [B, Hkv]; with blocks [B, H, blocks], where H are the heads of q or of k and v.
+inline fa_factors descale(const Stack& s, const Call& c, int i, int64_t block) {
   fa_factors f{};
   if (!s.has(i)) return f;
   const Tensor t(s.tensor(i));
   const Dtypes& d = torch_constants();
-  check(c.q.dtype == d.e4m3 && t.with(c.q) && t.dtype == d.fp32 && t.dim <= 2, kArguments[i].name);
+  const char* name = kArguments[i].name;
+  const int blocks = block > 0 ? 1 : 0;  // the dimension behind the heads
+  check(c.q.dtype == d.e4m3 && t.with(c.q) && t.dtype == d.fp32 &&
+            (blocks == 1 ? t.dim == 3 : t.dim <= 2),
+        name);
   f.data = t.data;
   f.dtype = FA_FP32;
-  if (t.dim >= 1 && t.size(-1) != 1) {
-    check(t.size(-1) == c.params.shape.heads_k, kArguments[i].name);
-    f.stride_head = t.stride(-1);
+  f.block = size32(block);
+  const fa_shape& shape = c.params.shape;
+  const bool of_q = i == kQDescale;
+  if (blocks == 1) {
+    const int64_t rows = of_q ? shape.seqlen_q : shape.seqlen_k;
+    const bool packed = (of_q ? c.params.seq.cu_q : c.params.seq.cu_k) != nullptr;
+    check(packed || t.size(2) == (rows + block - 1) / block, name);
+    f.stride_block = t.size(2) == 1 ? 0 : t.stride(2);
   }
-  if (t.dim == 2 && t.size(0) != 1) {
-    check(t.size(0) == c.params.shape.batch, kArguments[i].name);
+  const int head = t.dim - 1 - blocks;
+  if (head >= 0 && t.size(head) != 1) {
+    check(t.size(head) == (of_q && blocks == 1 ? shape.heads_q : shape.heads_k), name);
+    f.stride_head = t.stride(head);
+  }
+  if (head == 1 && t.size(0) != 1) {
+    check(t.size(0) == shape.batch, name);
     f.stride_batch = t.stride(0);
   }
   return f;
@@ -164,9 +178,12 @@ inline void read_dropout(const Stack& s, Call& c) {
 
 inline void read_options(const Stack& s, Call& c) {
   check(!s.has(kPageTable), kArguments[kPageTable].name);
-  check(s.integer(kDescaleBlockQ) == 0 && s.integer(kDescaleBlockK) == 0, "descale_block");
+  const int64_t block_q = s.integer(kDescaleBlockQ), block_k = s.integer(kDescaleBlockK);
+  check(block_q >= 0 && (block_q == 0 || s.has(kQDescale)), "descale_block_q");
+  check(block_k >= 0 && (block_k == 0 || s.has(kKDescale) || s.has(kVDescale)), "descale_block_k");
   fa_params& p = c.params;
-  p.descale = {descale(s, c, kQDescale), descale(s, c, kKDescale), descale(s, c, kVDescale)};
+  p.descale = {descale(s, c, kQDescale, block_q), descale(s, c, kKDescale, block_k),
+               descale(s, c, kVDescale, block_k)};
   read_dropout(s, c);
   if (s.has(kScale)) {
     const double scale = s.number(kScale);

@@ -59,10 +59,12 @@ struct ScoreArgs {
   int64_t slopes_stride_batch, slopes_stride_head;  // elements
 };
 
-// Factors of stored e4m3 numbers, [B, Hkv]; null: 1.
+// Factors of stored e4m3 numbers; null: 1. [B, Hkv], or, with blocks, [B, H, blocks], where H are
+// the tensor's own heads and block i holds rows [i * block, (i + 1) * block) of a sequence.
 struct DescaleArg {
   const float* data;
-  int64_t stride_batch, stride_head;  // elements, 0 where one factor serves all
+  int64_t stride_batch, stride_head, stride_block;  // elements, 0 where one factor serves all
+  int32_t block;                                    // rows; 0: no blocks
 };
 
 // V with its keys contiguous and in the order of value_keys.h, made by a kernel of its own from

@@ -49,4 +49,10 @@ struct KernelConfig {
   int dq_turns = 1;  // counters per dQ tile that order its additions
 };
 
+// Whether a row multiplies scores and values by a factor for each block of keys. Beside a wide O
+// the factors find no registers.
+constexpr bool takes_block_descales(const KernelConfig& row) {
+  return row.dtype == DType::kE4m3 && row.score == ScoreKind::kAny && row.head_dim_v <= 128;
+}
+
 }  // namespace fa

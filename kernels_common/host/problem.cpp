@@ -105,7 +105,9 @@ void fill_tensors(const fa_params& p, const Extents& e, Problem& r) {
 }
 
 DescaleArg descale_arg(const fa_factors& f) {
-  return DescaleArg{static_cast<const float*>(f.data), f.stride_batch, f.stride_head};
+  const auto* data = static_cast<const float*>(f.data);
+  if (data == nullptr) return DescaleArg{};
+  return DescaleArg{data, f.stride_batch, f.stride_head, f.stride_block, f.block};
 }
 
 void fill_meaning(const fa_params& p, Problem& r) {
@@ -140,7 +142,6 @@ void fill_meaning(const fa_params& p, Problem& r) {
   r.q_descale = descale_arg(p.descale.q);
   r.k_descale = descale_arg(p.descale.k);
   r.v_descale = descale_arg(p.descale.v);
-  r.descale_blocks = p.descale.q.block > 0 || p.descale.k.block > 0 || p.descale.v.block > 0;
 }
 
 void fill_gradients(const fa_params& p, const Extents& e, Problem& r) {

@@ -44,7 +44,7 @@ struct Problem {
   const int64_t* seed_offset;  // [2] on the device
 
   // Facts that no field above carries; a row that cannot serve one is refused by why_not().
-  bool paged, descale_blocks;
+  bool paged;
   int32_t num_splits;
 
   Gradients grad;
@@ -56,6 +56,7 @@ struct Problem {
   bool packed_q() const { return seq.cu_q != nullptr; }
   bool packed_k() const { return seq.cu_k != nullptr; }
   bool descale() const { return q_descale.data || k_descale.data || v_descale.data; }
+  bool descale_blocks() const { return q_descale.block || k_descale.block || v_descale.block; }
   bool alibi() const { return alibi_slopes != nullptr; }
   bool banded() const { return band.left >= 0 || band.right >= 0 || band.chunk > 0; }
   // No query row at all: nothing is written, nothing is launched.

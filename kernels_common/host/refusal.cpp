@@ -95,6 +95,9 @@ bool hopper_reserve(const Problem& p) {
   return p.op == Op::kBackward && p.reserve_sms > 0 && p.force_arch == 90;
 }
 
+// tile_n of an e4m3 row is a multiple of this.
+constexpr int kLeastE4m3Keys = 32;
+
 // What has to be written before a row can serve the call.
 std::string missing_parts(const Problem& p, Table table) {
   std::string parts;
@@ -114,7 +117,8 @@ std::string missing_parts(const Problem& p, Table table) {
           none([](const KernelConfig& c) { return c.score == ScoreKind::kAny; }),
       "the score policy `any`");
   add(p.paged, "a paged loader");
-  add(p.descale_blocks, "descales per block of rows");
+  add(p.descale_blocks() && none([](const KernelConfig& c) { return takes_block_descales(c); }),
+      "descales per block of rows");
   add(p.dropout_p > 0 && none([](const KernelConfig& c) { return c.dropout != 0; }), "dropout");
   add(hopper_splits(p), "splitting the keys");
   return parts;
@@ -122,8 +126,8 @@ std::string missing_parts(const Problem& p, Table table) {
 
 // Options that no column of the table can state yet.
 bool beyond_the_table(const Problem& p) {
-  return (p.op == Op::kBackward && p.seq.batch_index_k) || p.descale_blocks || hopper_splits(p) ||
-         hopper_reserve(p);
+  return (p.op == Op::kBackward && p.seq.batch_index_k) || !whole_key_blocks(p, kLeastE4m3Keys) ||
+         (p.descale_blocks() && p.dim_v > 128) || hopper_splits(p) || hopper_reserve(p);
 }
 
 // The line of tools/variants.csv that would cover the call. Its tile is a starting point: that of
@@ -134,7 +138,7 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const bool e4m3 = p.dtype == DType::kE4m3, backward = p.op == Op::kBackward;
   const bool can_be_96 = !e4m3 && !(hopper && backward);
   const int dqk = row_dim(p.dim_qk, can_be_96), dv = row_dim(p.dim_v, can_be_96);
-  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0;
+  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0 || p.descale_blocks();
   const bool shares_keys = hopper && backward && (any || dqk > 128 || dv > 128);
   FirstTile tile = first_tile(p.op, hopper, e4m3, shares_keys);
   if (nearest != nullptr && nearest->config.arch == arch && nearest->config.op == p.op &&
@@ -144,6 +148,8 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   }
   std::string knobs = tile.knobs;
   if (p.dropout_p > 0) knobs += knobs.empty() ? "dropout=1" : " dropout=1";
+  while (e4m3 && tile.tile_n > kLeastE4m3Keys && !whole_key_blocks(p, tile.tile_n))
+    tile.tile_n -= kLeastE4m3Keys;
   const char* dtype = dtype_name(p.dtype);
   const char* kv_dtype = dtype_name(p.kv_dtype);
   char dims[32];
@@ -218,7 +224,15 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
     reasons.add(p.paged ? "no page table"
                         : "reads k and v through a page table, the call has none");
   if (bits & kMisfitDescale)
-    reasons.add(row.dtype == DType::kE4m3 ? "no descales per block of rows" : "no descales");
+    reasons.add(row.dtype != DType::kE4m3        ? "no descales"
+                : row.score == ScoreKind::kScale ? "score is `scale`: no descales per block of rows"
+                                                 : "no descales per block of rows");
+  if (bits & kMisfitDescaleBlock && p.seq.leftpad_k != nullptr)
+    reasons.add("no descales per block of keys with left padding, which moves the blocks");
+  else if (bits & kMisfitDescaleBlock)
+    reasons.add("descales per %d keys, which must be a multiple of %d",
+                p.k_descale.block % row.tile_n != 0 ? p.k_descale.block : p.v_descale.block,
+                row.tile_n);
   if (bits & kMisfitDropout) reasons.add("no dropout");
   if (bits & kMisfitPack) {
     if (p.batch_invariant)
@@ -275,7 +289,7 @@ std::string describe_call(const Problem& p) {
   if (p.alibi()) call += ", ALiBi";
   if (p.sinks) call += ", sinks";
   if (p.paged) call += ", pages";
-  if (p.descale()) call += p.descale_blocks ? ", descales per block" : ", descales";
+  if (p.descale()) call += p.descale_blocks() ? ", descales per block" : ", descales";
   if (p.dropout_p > 0) {
     std::snprintf(text, sizeof(text), ", dropout %g", p.dropout_p);
     call += text;

@@ -133,6 +133,12 @@ bool runs_on(const KernelConfig& row, const DeviceInfo& device) {
 
 }  // namespace
 
+bool whole_key_blocks(const Problem& p, int tile_n) {
+  const int block_k = p.k_descale.block, block_v = p.v_descale.block;
+  if (block_k == 0 && block_v == 0) return true;
+  return block_k % tile_n == 0 && block_v % tile_n == 0 && p.seq.leftpad_k == nullptr;
+}
+
 uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
   const KernelConfig& row = entry.config;
   uint32_t bits = 0;
@@ -150,7 +156,10 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require(row.score == ScoreKind::kAny || p.softcap == 0, kMisfitSoftcap);
   require(row.score == ScoreKind::kAny || !p.alibi(), kMisfitAlibi);
   require((row.kv == LoadKind::kPaged) == p.paged, kMisfitPages);
-  require(row.dtype == DType::kE4m3 ? !p.descale_blocks : !p.descale(), kMisfitDescale);
+  require(
+      row.dtype == DType::kE4m3 ? !p.descale_blocks() || takes_block_descales(row) : !p.descale(),
+      kMisfitDescale);
+  require(row.dtype != DType::kE4m3 || whole_key_blocks(p, row.tile_n), kMisfitDescaleBlock);
   require(p.dropout_p == 0 || row.dropout, kMisfitDropout);
   require(!row.pack || packs(row, p), kMisfitPack);
   require(p.num_splits <= 1 || row.op != Op::kForward || row.arch == 80, kMisfitSplits);

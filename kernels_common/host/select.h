@@ -34,7 +34,12 @@ enum Misfit : uint32_t {
   kMisfitBatchIndex = 1 << 15,
   kMisfitReserve = 1 << 16,  // the row needs a block per tile, on every multiprocessor
   kMisfitPack = 1 << 17,     // the row packs query heads, and the call has too many rows for that
+  kMisfitDescaleBlock = 1 << 18,  // blocks of keys have more than one descale
 };
+
+// Whether blocks of tile_n keys have one descale each. Left padding moves the blocks of a sequence,
+// by a number of keys that only the device knows.
+bool whole_key_blocks(const Problem& problem, int tile_n);
 
 uint32_t misfits(const KernelEntry& entry, const Problem& problem, const DeviceInfo& device);
 

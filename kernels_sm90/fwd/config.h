@@ -64,6 +64,7 @@ struct FwdTypes {
   static constexpr bool kWideOutput = kDimV > 128;
   static constexpr bool kTight =
       kWideOutput || kConsumers == 3 || kConfig.score == ScoreKind::kAny || kPacked;
+  static constexpr bool kBlockDescales = takes_block_descales(kConfig);
   // The last P·V of a tile runs beside the first Q·Kᵀ of the next. Needs Q's buffer free, and
   // registers.
   static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;

@@ -50,14 +50,16 @@ class Fp8Step {
     cute::warpgroup_fence_operand(s);
     release(smem_.k_slots, k_at_);
     auto view = acc_view(s);  // (2, tile_n / 4)
+    if constexpr (T::kBlockDescales) scale_scores(view, n);
     transform_scores(view, n, score);
     if constexpr (Edge::kMasked) mask_scores(view, n);
     softmax_.update(view, tile().scale_log2, T::kProbabilityShift);
     pack_probabilities(s, p);
+    const float v_factor = value_factor(n);
     turns_.wait_turn();
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
     CUTE_UNROLL
-    for (int part = 0; part < T::kPvParts; ++part) add_pv(p, part);
+    for (int part = 0; part < T::kPvParts; ++part) add_pv(p, part, v_factor);
     release(smem_.v_slots, v_at_);
   }
 
@@ -134,9 +136,9 @@ class Fp8Step {
     cute::warpgroup_commit_batch();
   }
 
-  // O = alpha · O + P · V for columns [part, part + 1) * kPvDim.
+  // O = alpha · O + v_factor · P · V for columns [part, part + 1) * kPvDim.
   template <class Packed>
-  FA_DEVICE void add_pv(Packed& p, int part) {
+  FA_DEVICE void add_pv(Packed& p, int part, float v_factor) {
     typename T::PartAcc sum;  // ((2, 2, kPvDim / 8), 1, 1)
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
                                typename T::LayoutVt{});  // (dim_v, keys, stage)
@@ -159,6 +161,10 @@ class Fp8Step {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(sum);
     constexpr int kSize = T::kPvDim / 2;
+    if (T::kBlockDescales && v_factor != 1.f) {
+      CUTE_UNROLL
+      for (int i = 0; i < kSize; ++i) sum.data()[i] *= v_factor;
+    }
     CUTE_UNROLL
     for (int i = 0; i < kSize; ++i) {  // element i is of row i / 2 % 2
       float& o = o_.data()[part * kSize + i];
@@ -180,6 +186,28 @@ class Fp8Step {
   }
   FA_DEVICE int first_key(int n) const {
     return n * T::kTileN + acc_first_col(thread_.index() % 32);
+  }
+
+  // Descales per block. One factor of k and v serves a tile's keys: no other calls come here.
+  template <class View>
+  FA_DEVICE void scale_scores(View& view, int n) const {
+    if (args_.q_descale.block == 0 && args_.k_descale.block == 0) return;
+    const FwdTile& t = tile();
+    const int b = t.seq.index;
+    const float k = block_descale_of(args_.k_descale, b, t.head_k, n * T::kTileN);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      const int row = min_of(first_row() + 8 * r, t.seq.q_len - 1);
+      const float factor = k * block_descale_of(args_.q_descale, b, t.head_q, row);
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= factor;
+    }
+  }
+
+  FA_DEVICE float value_factor(int n) const {
+    if constexpr (!T::kBlockDescales) return 1.f;
+    const FwdTile& t = tile();
+    return block_descale_of(args_.v_descale, t.seq.index, t.head_k, n * T::kTileN);
   }
 
   template <class View, class Score>

@@ -39,9 +39,18 @@ FA_DEVICE float scale_log2(const FwdArgs& args, const FwdTile& tile) {
   return args.scale_log2;
 }
 
+// The factor of a whole head; blocks have theirs, which the step looks up.
 FA_DEVICE float descale_of(const DescaleArg& arg, int sequence, int head_k) {
-  return arg.data == nullptr ? 1.f
-                             : arg.data[sequence * arg.stride_batch + head_k * arg.stride_head];
+  return arg.data == nullptr || arg.block > 0
+             ? 1.f
+             : arg.data[sequence * arg.stride_batch + head_k * arg.stride_head];
+}
+
+// `head`: of the tensor; `row`: of the sequence.
+FA_DEVICE float block_descale_of(const DescaleArg& arg, int sequence, int head, int row) {
+  return arg.block == 0 ? 1.f
+                        : arg.data[sequence * arg.stride_batch + head * arg.stride_head +
+                                   row / arg.block * arg.stride_block];
 }
 
 // e4m3: descales of q and k go into the factor that scores are multiplied by anyway. It stays above

@@ -34,8 +34,6 @@ KERNEL_MAX_ROWS = 1 << 30
 # Option -> its value when it is off: what kernel rows do not do.
 _NO_ROW: dict[str, Any] = {
     "page_table": None,
-    "descale_block_q": 0,
-    "descale_block_k": 0,
 }
 
 

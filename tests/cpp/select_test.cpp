@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Does each call get the row it should, and does a refusal say why and what would be needed?
+#include <array>
 #include <string>
 #include <vector>
 
@@ -459,6 +460,45 @@ void lines_of_missing_rows() {
       "serial,o_buf=1,release,30,");
 }
 
+// A row that has score policies, and blocks of keys with one descale each.
+void descales_per_block() {
+  KernelConfig config = hopper_row(DType::kE4m3, 64, MaskKind::kBand);
+  const KernelEntry plain = entry("plain", config, 140288);
+  config.score = ScoreKind::kAny;
+  config.tile_n = 64;
+  const KernelEntry any = entry("any", config, 140288);
+  const std::array<const KernelEntry*, 2> rows = {&plain, &any};
+  const auto call = [](int block_q, int block_k, int block_v) {
+    Call c = Call(2, 512, 512, 8, 8, 64, FA_E4M3).h200();
+    c.params.out.dtype = FA_BF16;
+    c.params.descale.q = {some_array(), 0, 0, 1, FA_FP32, block_q};
+    c.params.descale.k = {some_array(), 0, 0, 1, FA_FP32, block_k};
+    c.params.descale.v = {some_array(), 0, 0, 1, FA_FP32, block_v};
+    return c;
+  };
+  expect_row(call(0, 0, 0), "plain", rows);
+  expect_row(call(10, 0, 0), "any", rows);
+  expect_row(call(128, 64, 64), "any", rows);
+  expect_row(call(0, 0, 192), "any", rows);
+  expect_refused(call(0, 96, 64), FA_ERROR_UNSUPPORTED,
+                 "any: descales per 96 keys, which must be a multiple of 64", rows);
+  expect_refused(call(0, 128, 32), FA_ERROR_UNSUPPORTED, "any: descales per 32 keys", rows);
+  expect_contains(last_error(), ",band,any,tma,tma,192,32,16,");
+  expect_refused(call(0, 16, 16), FA_ERROR_UNSUPPORTED,
+                 "No column of tools/variants.csv states that.", rows);
+  Call padded = call(0, 64, 0);
+  padded.params.seq.leftpad_k = some_array();
+  expect_refused(padded, FA_ERROR_UNSUPPORTED, "with left padding, which moves the blocks", rows);
+  padded.params.descale.k.block = 0;
+  padded.params.descale.q.block = 16;
+  expect_row(padded, "any", rows);
+  // A table without such rows.
+  expect_refused(call(0, 128, 128), FA_ERROR_UNSUPPORTED,
+                 "Not built yet: descales per block of rows");
+  expect_contains(last_error(), "score is `scale`: no descales per block of rows");
+  expect_contains(last_error(), ",band,any,");
+}
+
 void devices_without_rows() {
   const Table hopper_only = Table(kTable).first(5);
   expect_refused(Call(2, 512, 512, 8, 8, 128).a100(), FA_ERROR_DEVICE,
@@ -511,6 +551,7 @@ int main() {
   options_without_rows();
   backward_rows();
   lines_of_missing_rows();
+  descales_per_block();
   devices_without_rows();
   batch_invariance();
   return report("select_test");

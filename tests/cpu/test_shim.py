@@ -135,6 +135,41 @@ def test_both_implementations_fill_the_same_params(
     assert last_params(shim) == pytest.approx(ctypes_params, nan_ok=True)
 
 
+BLOCKS: dict[str, tuple[list[Tensor], dict[str, Any]]] = {
+    "all": (
+        FP8,
+        {
+            "q_descale": torch.ones(2, 1, 4),
+            "k_descale": torch.ones(2, 3, 2).mT[:1],
+            "v_descale": torch.ones(3, 2, 2).permute(2, 1, 0),
+            "descale_block_q": 4,
+            "descale_block_k": 8,
+        },
+    ),
+    "one": (FP8, {"k_descale": torch.ones(2, 2, 1), "descale_block_k": 64}),
+    "packed": (
+        [t.to(FP8[0].dtype) for t in PACKED],
+        {**CU, "q_descale": torch.ones(3, 4, 5), "descale_block_q": 7},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BLOCKS.values(), ids=BLOCKS.keys())
+def test_both_implementations_fill_the_same_descales_of_blocks(
+    shim: ctypes.CDLL, case: tuple[list[Tensor], dict[str, Any]]
+) -> None:
+    """The table that is planned with here has no row for them: the refusal is the library's."""
+    (q, k, v), options = case
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=torch.bfloat16)
+    lse = torch.empty(_buffers.lse_shape(q, options))
+    with pytest.raises(RuntimeError, match="descales per block on"):
+        torch.ops.fa_dry.forward_out(q, k, v, **options, out=out, lse=lse)
+    _validate.forward(q, k, v, options, kernels=True)
+    ctypes_params = fields_of(_cuda.forward_params(q, k, v, out, lse, options))
+    assert ctypes_params["descale.q.block"] == options.get("descale_block_q", 0)
+    assert last_params(shim) == pytest.approx(ctypes_params, nan_ok=True)
+
+
 @pytest.mark.parametrize("scale", [None, 0.25])
 def test_few_arguments_say_the_same(shim: ctypes.CDLL, scale: float | None) -> None:
     torch.ops.fa_dry._forward(
@@ -370,7 +405,10 @@ def bad_calls() -> dict[str, tuple[list[Tensor], dict[str, Any]]]:
         "fp8 descale dims": (FP8, {"v_descale": torch.ones(1, 1, 1)}),
         "fp8 out_dtype": (FP8, {"out_dtype": torch.float8_e4m3fn}),
         "fp8 sinks": (FP8, {"sinks": torch.zeros(4).half()}),
-        "fp8 blocks": (FP8, {"k_descale": torch.ones(2, 2, 1), "descale_block_k": 64}),
+        "fp8 blocks": (FP8, {"k_descale": torch.ones(2, 2, 2), "descale_block_k": 64}),
+        "fp8 block dims": (FP8, {"k_descale": torch.ones(2, 2), "descale_block_k": 64}),
+        "fp8 block heads": (FP8, {"q_descale": torch.ones(2, 2, 1), "descale_block_q": 64}),
+        "fp8 block batch": (FP8, {"q_descale": torch.ones(3, 4, 1), "descale_block_q": 64}),
         "mixed dtypes": ([Q, K.half(), V], {}),
         "dims": ([Q[0], K, V], {}),
         "packed dims": ([Q, K, V], CU),

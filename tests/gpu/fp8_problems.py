@@ -163,8 +163,10 @@ def covered(case: Case, options: dict[str, Any], backend: str) -> bool:
     if backend == "cpu" or harness.ON_CPU:
         return True
     masked = bool(case.features & {"causal", "window_left", "window_right", "chunk"})
-    scored = bool(case.features & harness.SCORES)
-    return "descale_block_q" not in options and any(
+    blocks = {n: b for n, b in options.items() if n.startswith("descale_block")}
+    scored = bool(case.features & harness.SCORES) or bool(blocks)
+    block_k = blocks.get("descale_block_k", 0) if {"k_descale", "v_descale"} & {*options} else 0
+    return not (block_k and "leftpad_k" in options) and any(
         row.op == libfa.FORWARD
         and row.dtype == "float8_e4m3fn"
         and backend in (row.backend, "auto")
@@ -172,6 +174,8 @@ def covered(case: Case, options: dict[str, Any], backend: str) -> bool:
         and row.dim_v >= (case.dim_v or case.dim)
         and (row.mask == "band" or not masked)
         and (row.score == "any" or not scored)
+        and block_k % row.tile_n == 0
+        and (row.dim_v <= 128 or not blocks)
         for row in harness.rows()
     )
 

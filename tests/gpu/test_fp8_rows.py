@@ -192,6 +192,69 @@ def test_descales_are_those_of_the_batch_entry_and_key_head() -> None:
     assert torch.equal(2 * out, twice)
 
 
+def block_factors(side: str, t: Tensor, heads: int, block: int, seed: int) -> dict[str, Any]:
+    """Descales of half to twice the size, no two blocks the same."""
+    names = "q" if side == "q" else "kv"
+    shape = (t.shape[0], heads, -(-t.shape[1] // block))
+    factors = {
+        f"{x}_descale": torch.exp2(randn(*shape, dtype=torch.float32, seed=seed + n).clamp(-1, 1))
+        for n, x in enumerate(names)
+    }
+    return factors | {f"descale_block_{side}": block}
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_descales_of_blocks(dim: int) -> None:
+    """Any number of query rows; keys in multiples of the row's tile; with every other option."""
+    q, k, v = qkv((2, 333, 4), (2, 700, 2), dim, seed=dim)
+    slopes = randn(4, dtype=torch.float32).abs() / 8
+    more: list[dict[str, Any]] = [
+        {},
+        {"causal": True},
+        {"window_left": 200, "window_right": 30, "seqused_k": ints(700, 140)},
+        {"causal": True, "softcap": 3.0, "sinks": randn(4).float()},
+        {"alibi_slopes": slopes, "v_descale": torch.full((2, 2, 6), 0.7, device=DEVICE)},
+    ]
+    for n, options in enumerate(more):
+        of_q = block_factors("q", q, 4, (7, 64, 128, 333, 100)[n], n)
+        of_k = block_factors("k", k, 2, (128, 256, 128, 384, 128)[n], n)
+        check(q, k, v, **(of_k | options))
+        check(q, k, v, **(of_q | of_k | options))
+        if "v_descale" not in options:
+            check(q, k, v, **of_q, **options)
+    one_head = {n: x[:1, :1] if isinstance(x, Tensor) else x for n, x in of_q.items()}
+    check(q, k, v, **one_head, causal=True)
+
+
+def test_descales_of_blocks_of_packed_sequences() -> None:
+    """Blocks count from the first row of each sequence; the factors have room for the longest."""
+    q, k, v = (t[0] for t in qkv((1, 500, 4), (1, 900, 2), 128))
+    of_q = block_factors("q", q[None, :300].expand(3, -1, -1, -1), 4, 64, 1)
+    of_k = block_factors("k", k[None, :460].expand(3, -1, -1, -1), 2, 128, 2)
+    starts = {"cu_seqlens_q": ints(0, 150, 200, 500), "cu_seqlens_k": ints(0, 440, 440, 900)}
+    for window in ({}, {"causal": True}):
+        check(q, k, v, **of_q, **of_k, **starts, **window)
+
+
+def test_equal_factors_of_blocks_are_one_factor() -> None:
+    q, k, v = qkv((2, 190, 4), (2, 333, 2), 128)
+    one = {
+        f"{x}_descale": torch.full((1,), f, device=DEVICE)
+        for x, f in (("q", 2.0), ("k", 0.5), ("v", 4.0))
+    }
+    blocks = {n: x.expand(2, 4 if n == "q_descale" else 2, 3) for n, x in one.items()}
+    check(q, k, v, **one)
+    check(q, k, v, **blocks, descale_block_q=64, descale_block_k=128)
+    # Powers of two only move exponents.
+    options = {"softcap": 5.0}
+    for a, b in zip(
+        run(q, k, v, **one, **options),
+        run(q, k, v, **blocks, descale_block_q=64, descale_block_k=128, **options),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_maxima_that_move_in_every_block_or_never(dim: int, step: int) -> None:
