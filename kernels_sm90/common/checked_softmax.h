@@ -33,10 +33,10 @@ struct CheckedSoftmax {
     }
   }
 
-  // Adopts the block's maximum in the rows named and makes the probabilities anew. Returns through
-  // softmax.alpha what O is multiplied by. A row decides by itself: its result does not depend on
-  // its neighbours. Adds in the order of OnlineSoftmax::update(): whether a block without a visible
-  // key came before must not show.
+  // Adopts the block's maximum in the rows named and makes all probabilities anew. Returns through
+  // softmax.alpha what O is multiplied by. A row decides by itself; the order of its sum is that of
+  // OnlineSoftmax::update(), also where only a neighbour adopts, which can move a last bit: whether
+  // a block without a visible key came before must not show.
   template <DType kType, class Scores, class Packed>
   FA_DEVICE static void settle(OnlineSoftmax<2>& softmax, Scores& scores, Packed& packed,
                                float scale_log2, const bool (&adopt)[2], float (&sums)[2]) {
