@@ -227,9 +227,9 @@ void wide_backward() {
     return r;
   };
   static constexpr std::array kRowsOfBoth = {
-      entry("sm80_d192", ampere(192), 180000), entry("sm80_d256", ampere(256), 214000),
-      entry("sm90_d128", hopper(128, 128), 229000), entry("sm90_d192", hopper(192, 128), 194000),
-      entry("sm90_d256", hopper(256, 256), 230000)};
+      entry("sm80_d192", ampere(192), 180000),      entry("sm80_d256", ampere(256), 214000),
+      entry("sm90_d128", hopper(128, 128), 229000), entry("sm90_d192", hopper(192, 192), 227000),
+      entry("sm90_pair", hopper(192, 128), 194000), entry("sm90_d256", hopper(256, 256), 230000)};
   std::vector<const KernelEntry*> both;
   for (const KernelEntry& r : kRowsOfBoth) both.push_back(&r);
   const auto expect_wide = [&](int dim, int dim_v, const char* id) {
@@ -244,9 +244,10 @@ void wide_backward() {
   expect_wide(256, 256, "sm90_d256");
   expect_wide(200, 200, "sm90_d256");
   expect_wide(192, 256, "sm90_d256");
-  expect_wide(192, 192, "sm90_d256");
-  expect_wide(192, 128, "sm90_d192");
-  expect_wide(136, 128, "sm90_d192");
+  expect_wide(192, 192, "sm90_d192");
+  expect_wide(128, 192, "sm90_d192");
+  expect_wide(192, 128, "sm90_pair");
+  expect_wide(136, 128, "sm90_pair");
   expect_wide(128, 128, "sm90_d128");
 }
 
