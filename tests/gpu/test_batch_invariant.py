@@ -98,3 +98,23 @@ def test_packed_alone_and_among_others(name: str, backend: str) -> None:
         dense = call(backend, *(x[here][None] for x in (q, k, v)), **options)
         assert_bitwise(f"{name} {length} dense, out", dense.out[0], alone.out)
         assert_bitwise(f"{name} {length} dense, lse", dense.lse[0], alone.lse)
+
+
+@harness.each_backend()
+@pytest.mark.parametrize(
+    "options", [{"softcap": 20.0}, {"softcap": 20.0, "window_left": 90}], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_rows_beside_rows_near_the_cap(
+    dim: int, options: dict[str, float | int], backend: str
+) -> None:
+    """A warp whose rows are far from the cap takes a cheaper tanh: its results are no others."""
+    skip_without_row(backend, torch.bfloat16, dim, "scores")
+    q = randn(2, 300, HEADS_Q, dim, dtype=torch.bfloat16)
+    k, v = (randn(2, 340, HEADS_K, dim, dtype=torch.bfloat16, seed=n) for n in (1, 2))
+    loud = q.clone()
+    loud[:, ::2] *= 20
+    quiet, beside = (call(backend, x, k, v, causal=True, **options) for x in (q, loud))
+    assert not torch.equal(quiet.out[:, ::2], beside.out[:, ::2]), "the even rows did not change"
+    assert_bitwise("out of odd rows", beside.out[:, 1::2], quiet.out[:, 1::2])
+    assert_bitwise("lse of odd rows", beside.lse[..., 1::2], quiet.lse[..., 1::2])
