@@ -324,9 +324,14 @@ class FwdStep {
                               n * T::kTileN + acc_first_col(thread % 32));
   }
 
+  // Checked rows: of the first block of a tile alone.
   FA_DEVICE void update() {
-    auto view = acc_view(s_);
-    softmax_.update(view, scale_log2_);
+    if constexpr (kChecked) {
+      CheckedSoftmax::first(softmax_, s_, scale_log2_);
+    } else {
+      auto view = acc_view(s_);
+      softmax_.update(view, scale_log2_);
+    }
   }
 
   // Scores to packed probabilities, with nothing in flight. Results in fp32 show the rounding of
