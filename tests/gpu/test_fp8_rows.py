@@ -62,7 +62,7 @@ def row_calls(row: libfa.Row) -> list[tuple[tuple[Tensor, Tensor, Tensor], dict[
     if row.score == "any":  # a row for plain scores takes the others
         slopes = randn(4, dtype=torch.float32).abs() / 8
         factors = {
-            f"{x}_descale": torch.full((1,), f, device=DEVICE) for x, f in (("q", 3), ("k", 2))
+            f"{x}_descale": torch.full((1,), f, device=DEVICE) for x, f in (("q", 3.0), ("k", 2.0))
         }
         large, small = qkv((2, 257, 4), (2, 321, 2), d, dv), qkv((1, 129, 4), (1, 700, 1), d, dv)
         return [
