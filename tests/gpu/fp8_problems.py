@@ -152,7 +152,8 @@ def draw_factors(case: Case, inputs: Inputs, rng: random.Random) -> dict[str, An
     for side, tensor, lengths in (("q", inputs.q, case.q), ("k", inputs.k, case.k)):
         block = rng.choice((16, 64, 128))
         longest = max(lengths) if isinstance(lengths, tuple) else lengths
-        count = max(1, -(-longest // block))
+        packed = f"cu_seqlens_{side}" in inputs.options
+        count = max(int(packed), -(-longest // block))  # dense: exact, none for no rows
         factors[f"descale_block_{side}"] = block
         for n in ("q",) if side == "q" else ("k", "v"):
             factors[f"{n}_descale"] = positive(case.sequences, tensor.shape[-2], count)

@@ -105,7 +105,9 @@ def test_compile_with_inductor_and_graphs(cuda_only: None) -> None:
 
 def test_compile_packed_with_changing_lengths() -> None:
     """cu_seqlens of other contents and other hints must not compile again and again."""
-    counter = torch._dynamo.testing.CompileCounter()
+    from torch._dynamo.testing import CompileCounter  # no attribute of torch until it is imported
+
+    counter = CompileCounter()
 
     def model(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
         return fa.attention_varlen(q, k, v, cu, cu, longest, longest, causal=True)
