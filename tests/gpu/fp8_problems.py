@@ -68,7 +68,7 @@ def score_error(q: Tensor, k: Tensor, options: dict[str, Any]) -> float:
     scale = options.get("softmax_scale") or q.shape[-1] ** -0.5
     for name in ("q_descale", "k_descale"):
         if name in options:
-            scale *= float(options[name].max())
+            scale *= float(options[name].max()) if options[name].numel() else 1.0
     return 4 * 2.0**-13 * scale * norm(q) * norm(k)
 
 
