@@ -248,6 +248,33 @@ void backward_plans() {
   expect_contains(last_error(), "Split the call along the batch");
 }
 
+// Key heads walked together: as many as fit into L2, in turns at least two. A block waits for
+// blocks of its own head that started before it, whatever the number.
+void backward_sections() {
+  struct Expected {
+    int rows, fast, in_turns;
+  };
+  // 16 heads of 128: Q, dO and the dQ sums of a head take 1 KiB a row, a section at most 24 MiB.
+  for (const Expected e : {Expected{1024, 16, 16}, {4096, 6, 6}, {8192, 3, 3}, {16384, 1, 2}}) {
+    Call call = Call(1, e.rows, e.rows, 16, 16, 128).causal().h200().backward();
+    const Planned fast = plan_backward_call(call);
+    call.params.options.deterministic = 1;
+    const Planned in_turns = plan_backward_call(call);
+    expect(fast.status == FA_OK && in_turns.status == FA_OK, last_error());
+    expect_equal(fast.plan.order.section, e.fast, "heads of a section");
+    expect_equal(in_turns.plan.order.section, e.in_turns, "heads of a section in turns");
+    std::vector<int> started(16, e.rows);  // of each head, the lowest key tile so far
+    for (int i = 0; i < in_turns.plan.order.num_tiles; ++i) {
+      const TileCoord c = tile_coord(in_turns.plan.order, i);
+      expect(c.m < started[static_cast<size_t>(c.head)], "the tiles behind started before");
+      started[static_cast<size_t>(c.head)] = c.m;
+    }
+  }
+  Call one = Call(1, 16384, 16384, 8, 1, 128).h200().backward();
+  one.params.options.deterministic = 1;
+  expect_equal(plan_backward_call(one).plan.order.section, 1, "no more than there are");
+}
+
 void backward_checks() {
   const auto refused = [](auto change, const char* reason) {
     Call call = Call(2, 256, 256, 4, 4, 128).h200().backward();
@@ -336,6 +363,7 @@ int main() {
   arguments();
   scores();
   backward_plans();
+  backward_sections();
   backward_checks();
   description();
   return report("plan_test");
