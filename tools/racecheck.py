@@ -34,11 +34,16 @@ ACCESS = re.compile(
 )
 LINE = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\d+\s+)?([A-Z0-9_.]+)")
 BLOCK = "BAR.SYNC 0x0 of the whole block lies between, lost beside barriers of pairs of warps"
-# (row, opcodes of the two accesses) -> what orders them.
+SAME = "warpgroups that share keys write the same limits of a key twice, each before it reads them"
+# (row, opcodes of the two accesses) -> what orders them, or why they need no order.
 KNOWN: dict[tuple[str, str, str], str] = {
     # The main loop's slots of Q, dO and dS: written in one step, read in the next, or the reverse.
     ("sm80_bwd_*", "LDGSTS", "LDSM"): BLOCK,
     ("sm80_bwd_*", "STS", "LDSM"): BLOCK,
+    # BwdCompute::write_visible_rows() of the rows with 64 keys a tile.
+    ("sm90_bwd_*_d256_band", "STS", "LDS"): SAME,
+    ("sm90_bwd_*_d192*_band", "STS", "LDS"): SAME,
+    ("sm90_bwd_*_any", "STS", "LDS"): SAME,
 }
 
 

@@ -31,6 +31,10 @@ SMALL = [
     Case(heads_q=2, dim=128, q=193, k=300),
     Case(heads_q=4, heads_k=1, dim=128, q=(1, 65, 3), k=(70, 1, 129), causal=True),
     Case(heads_q=2, dim=128, q=200, k=400, window=(50, 50), sinks="same"),
+    Case(heads_q=2, dim=256, q=193, k=300, causal=True),
+    Case(heads_q=2, heads_k=1, dim=192, dim_v=128, q=(129, 65), k=(257, 70), causal=True),
+    Case(heads_q=2, dim=64, q=193, k=300, softcap=20.0),
+    Case(heads_q=2, dim=128, q=200, k=400, causal=True, alibi="h"),
 ]
 
 
