@@ -21,6 +21,7 @@ MARKERS = {
     "gpu": "needs a GPU that a row of this build runs on",
     "slow": "takes more than ten seconds",
     "small": "at most eight tiles, for the sanitizers",
+    "alone": "reads or fills the memory of the whole GPU, so nothing else may run there",
 }
 
 

@@ -351,9 +351,13 @@ def read_lines(path: Path | str) -> list[Record]:
 
 
 def write_lines(path: Path | str, lines: Iterable[Record]) -> None:
-    """Replaces the file at `path`."""
+    """Replaces the file at `path`; null fields that `read_lines` fills in are left out."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    kept = (
+        {name: v for name, v in line.items() if v is not None or name not in LATER_FIELDS}
+        for line in lines
+    )
+    Path(path).write_text("".join(json.dumps(k, separators=(",", ":")) + "\n" for k in kept))
 
 
 # --- two runs -----------------------------------------------------------------------------------

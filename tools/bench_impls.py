@@ -7,6 +7,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -166,6 +167,13 @@ MODULES = {
     "fa3": ("fa3_fwd_interface", "flash_attn_interface"),
     "fa4": ("flash_attn.cute", "flash_attn.cute.interface"),
 }
+# FlashAttention 4 compiles a kernel per kind of call, seconds each: keep them for the next process.
+KEEP_COMPILED = "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"
+# What a module never takes; what else it refuses stands among the notes of a run.
+LEFT_OUT = {
+    "fa3_fwd_interface": "; no backward, no fp16",
+    "flash_attn.cute": "; 16 bits forward and backward, compiled at the first call of a kind",
+}
 
 
 def _first_module(*names: str) -> str | None:
@@ -181,6 +189,7 @@ def _first_module(*names: str) -> str | None:
 
 def peer_modules() -> dict[str, str]:
     """Importable peers outside of torch: {"fa3": module, "fa4": module}."""
+    os.environ.setdefault(KEEP_COMPILED, "1")
     found = {name: _first_module(*modules) for name, modules in MODULES.items()}
     return {name: module for name, module in found.items() if module}
 
@@ -196,7 +205,8 @@ def peer_report(modules: dict[str, str], cuda: bool) -> list[str]:
     ]
     for name, tried in MODULES.items():
         if name in modules:
-            lines.append(f"peer {name}: {modules[name]}{_version_of(modules[name])}")
+            version = _version_of(modules[name])
+            lines.append(f"peer {name}: {modules[name]}{version}{LEFT_OUT.get(modules[name], '')}")
         else:
             lines.append(f"peer {name}: absent, no module {' or '.join(tried)}")
     frontend = importlib.util.find_spec("cudnn") is not None

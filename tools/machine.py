@@ -4,6 +4,7 @@
 
     python3 tools/machine.py            # the GPUs, their clocks and temperature
     python3 tools/machine.py require X  # exit status 2 and one sentence, in the name of tool X
+    python3 tools/machine.py processes  # how many that test or check may run side by side
 
 A tool that needs a GPU calls `require_gpu` first, so that all of them say the same.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -66,6 +68,20 @@ def require_gpu(tool: str, instead: str = "", torch_too: bool = False) -> None:
             f"{tool} needs a CUDA GPU, and none can be used here: {reason}{end}.", file=sys.stderr
         )
         raise SystemExit(NO_GPU)
+
+
+PROCESS_BYTES = 10 << 30  # what a process of the tests may hold on the GPU
+
+
+def processes() -> int:
+    """As many as the cores and the memory of the first GPU carry, at most 16; 1 without a GPU."""
+    if why_no_gpu() is not None:
+        return 1
+    driver, device, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_size_t()
+    driver.cuDeviceGet(ctypes.byref(device), 0)
+    driver.cuDeviceTotalMem_v2(ctypes.byref(size), device)
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(16, cores, size.value // PROCESS_BYTES))
 
 
 def require_matplotlib(tool: str) -> None:
@@ -190,9 +206,13 @@ def main(arguments: list[str]) -> int:
     if arguments[:1] == ["require"] and len(arguments) == 2:
         require_gpu(arguments[1])
         return 0
+    if arguments == ["processes"]:
+        print(processes())
+        return 0
     if arguments:
         asked = arguments[0] in ("-h", "--help")
-        print("usage: machine.py [require TOOL]", file=sys.stdout if asked else sys.stderr)
+        usage = "usage: machine.py [require TOOL | processes]"
+        print(usage, file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     reason = why_no_gpu()
     watch = Watch()

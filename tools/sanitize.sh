@@ -4,9 +4,9 @@
 #
 #   tools/sanitize.sh [quick|full] [TOOL…]
 #
-# One process per tool (racecheck: one per architecture) runs tools/driver.py, which imports no torch. quick: the
-# bf16 rows of head dim 128. Status 0: clean, 2: no GPU, 77: not run, with the reason, else findings. What racecheck
-# reports goes through tools/racecheck.py, for it does not follow every barrier.
+# One process per tool and family of rows runs tools/driver.py, which imports no torch; FA_JOBS of them side by side.
+# quick: the bf16 rows of head dim 128. Status 0: clean, 2: no GPU, 77: not run, with the reason, else findings. What
+# racecheck reports goes through tools/racecheck.py, for it does not follow every barrier.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 mode=${1:-full}
@@ -19,8 +19,6 @@ out=${FA_CHECK_OUT:-build/gpu_check}
 mkdir -p "$out"
 findings=$out/sanitize_findings.txt # whole output of every process that reported something
 : >"$findings"
-log=$(mktemp)
-trap 'rm -f "$log"' EXIT
 
 not_run() {
   echo "not run: $1"
@@ -42,44 +40,63 @@ if grep -qE 'Device not supported|LibraryNotLoaded|Unable to (find|attach)|error
     grep -m 1 -E 'Device not supported|LibraryNotLoaded|Unable to|999|Unknown|needs a CUDA GPU' <<<"$probe")"
 fi
 
-globs=('sm80_*' 'sm90_*')
+globs=('sm80_*_bf16_*' 'sm80_*_fp16_*' 'sm90_*_bf16_*' 'sm90_*_fp16_*' 'sm90_*_e4m3_*')
 [ "$mode" = quick ] && globs=('sm80_*bf16_d128*' 'sm90_*bf16_d128*')
+
+# look TOOL GLOB FOLDER: one process; its output, what racecheck.py makes of it, its word and status into FOLDER.
+look() {
+  local options=(--tool "$1" --error-exitcode 9) start=$SECONDS result word=clean
+  [ "$1" = memcheck ] && options+=(--leak-check no)
+  [ "$1" = racecheck ] && options+=(--racecheck-report analysis --print-limit 100000)
+  timeout --kill-after=10 180 \
+    "$sanitizer" "${options[@]}" "$python" tools/driver.py --rows "$2" >"$3/log" 2>&1
+  result=$?
+  if [ "$1:$result" = racecheck:9 ] && grep -q 'rows, 0 failures' "$3/log"; then # the answers were right
+    "$python" tools/racecheck.py "$3/log" >"$3/judged" 2>&1 && result=0
+    word="clean but for $(tail -n 1 "$3/judged")"
+  fi
+  [ "$result" = 2 ] && grep -q 'holds no row that matches' "$3/log" && result=none
+  case $result in
+    0) ;;
+    none) word="no such row in this build" ;;
+    124 | 137) word="FAILED: stopped after $((SECONDS - start)) s" ;;
+    *) word="FAILED (status $result)" ;;
+  esac
+  if [ "$result" = 0 ] && ! grep -q ': ok ' "$3/log"; then
+    word="FAILED: nothing ran"
+    result=1
+  fi
+  printf '%s\n' "$result" $((SECONDS - start)) "$word" >"$3/said"
+}
+
+jobs=${FA_JOBS:-1}
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+for tool in "${tools[@]}"; do
+  for glob in "${globs[@]}"; do
+    while [ "$(jobs -pr | wc -l)" -ge "$jobs" ]; do wait -n; done
+    mkdir "$folder/$tool $glob"
+    look "$tool" "$glob" "$folder/$tool $glob" &
+  done
+done
+wait
 status=0
 problems=0
 for tool in "${tools[@]}"; do
   for glob in "${globs[@]}"; do
-    options=(--tool "$tool" --error-exitcode 9)
-    [ "$tool" = memcheck ] && options+=(--leak-check no)
-    [ "$tool" = racecheck ] && options+=(--racecheck-report analysis --print-limit 100000)
-    start=$SECONDS
-    timeout --kill-after=10 180 "$sanitizer" "${options[@]}" "$python" tools/driver.py --rows "$glob" >"$log" 2>&1
-    result=$?
-    word="clean"
-    judged=
-    if [ "$tool:$result" = racecheck:9 ] && grep -q 'rows, 0 failures' "$log"; then # the answers were right
-      judged=$("$python" tools/racecheck.py "$log" 2>&1) && result=0
-      word="clean but for $(tail -n 1 <<<"$judged")"
-    fi
-    [ "$result" = 2 ] && grep -q 'holds no row that matches' "$log" && result=none
-    case $result in
-      0) ;;
-      none) word="no such row in this build" ;;
-      124 | 137) word="FAILED: stopped after 180 s" ;;
-      *) word="FAILED (status $result)" ;;
-    esac
-    ran=$(grep -c ': ok ' "$log")
+    one="$folder/$tool $glob"
+    { read -r result && read -r seconds && read -r word; } <"$one/said"
+    ran=$(grep -c ': ok ' "$one/log")
     problems=$((problems + ran))
-    if [ "$result" = 0 ] && [ "$ran" = 0 ]; then
-      word="FAILED: nothing ran"
-      result=1
+    printf '%-10s %-22s %4d s  %3d problems  %s\n' "$tool" "$glob" "$seconds" "$ran" "$word"
+    if [ -f "$one/judged" ] || [[ $result != 0 && $result != none ]]; then
+      { echo "### $tool $glob" && cat "$one/log"; } >>"$findings"
     fi
-    printf '%-10s %-22s %4d s  %3d problems  %s\n' "$tool" "$glob" $((SECONDS - start)) "$ran" "$word"
-    if [ -n "$judged" ] || { [ "$result" != 0 ] && [ "$result" != none ]; }; then
-      { echo "### $tool $glob" && cat "$log"; } >>"$findings"
-    fi
-    if [ "$result" != 0 ] && [ "$result" != none ]; then
+    if [[ $result != 0 && $result != none ]]; then
       status=1
-      head -n 25 <<<"${judged:-$(grep -E '=========|failure:|WRONG|FAILED' "$log" | grep . || tail -n 5 "$log")}"
+      if [ -f "$one/judged" ]; then head -n 25 "$one/judged"; else
+        { grep -E '=========|failure:|WRONG|FAILED' "$one/log" || tail -n 5 "$one/log"; } | head -n 25
+      fi
     fi
   done
 done

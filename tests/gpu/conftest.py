@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import zlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,11 +21,33 @@ from harness import ON_CPU  # noqa: E402  (after the paths)
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Every test here is a GPU test; tests/conftest.py says why one is skipped."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Every test here is a GPU test; tests/conftest.py says why one is skipped.
+
+    FA_TEST_PART=2/8 leaves the third of eight parts, for processes side by side.
+    """
     for item in items:
         if not ON_CPU and FOLDER in item.path.parents:
             item.add_marker(pytest.mark.gpu)
+    wanted, _, count = os.environ.get("FA_TEST_PART", "0/1").partition("/")
+    parts = part_of_each(items, int(count))
+    left_out = [item for item, part in zip(items, parts, strict=True) if part != int(wanted)]
+    items[:] = [item for item, part in zip(items, parts, strict=True) if part == int(wanted)]
+    config.hook.pytest_deselected(items=left_out)
+
+
+def part_of_each(items: list[pytest.Item], count: int) -> list[int]:
+    """Which of `count` parts each test belongs to, whatever other files were collected.
+
+    The tests of a file in turn, beginning somewhere; a file with ONE_PROCESS stays whole.
+    """
+    seen: Counter[Path] = Counter()
+    parts = []
+    for item in items:
+        begin = zlib.crc32(item.path.name.encode())
+        parts.append((begin + seen[item.path]) % count)
+        seen[item.path] += not getattr(getattr(item, "module", None), "ONE_PROCESS", False)
+    return parts
 
 
 # tools/gpu_check.sh starts another process for the files behind the one this names.

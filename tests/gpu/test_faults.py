@@ -314,6 +314,7 @@ class TestMasks:
 
 
 class TestSizes:
+    @pytest.mark.alone
     def test_g102_large_flattened_batch(self, backend: str) -> None:
         need_memory(14)
         q, k, v = (randn(1600, 729, 16, 72, seed=n) for n in range(3))
@@ -322,6 +323,7 @@ class TestSizes:
         harness.check_tensors(backend, *last)
         assert_bitwise("out", got.out[-10:], harness.call(inputs_from(*last), backend).out)
 
+    @pytest.mark.alone
     def test_g107_lengths_that_overflow_16_bits(self, backend: str) -> None:
         need_memory(6)
         q, k, v = (randn(1, 33_728, 1, 128, dtype=FP16, seed=n) for n in range(3))

@@ -257,6 +257,7 @@ def test_first_call_of_a_thread(backend: str) -> None:
     assert_bitwise("lse", lse, alone.lse)
 
 
+@pytest.mark.alone
 @harness.each_backend()
 def test_memory_comes_from_torch_and_goes_back(backend: str) -> None:
     q, k, v = (randn(4, 500, 8, 64, seed=n) for n in range(3))

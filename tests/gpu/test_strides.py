@@ -107,6 +107,7 @@ def test_output_with_gaps(backend: str) -> None:
 # --- sizes beyond 32 bits -----------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @harness.each_backend()
 def test_batch_stride_beyond_32_bits(backend: str) -> None:
     need_memory(22)
@@ -121,6 +122,7 @@ def test_batch_stride_beyond_32_bits(backend: str) -> None:
     contiguous_twin(backend, *views, causal=True)
 
 
+@pytest.mark.alone
 @harness.each_backend()
 def test_row_stride_beyond_32_bits_in_sum(backend: str) -> None:
     """300 rows, each 2^23 elements after the last: the last one starts beyond 2^31."""
@@ -134,6 +136,7 @@ def test_row_stride_beyond_32_bits_in_sum(backend: str) -> None:
     contiguous_twin(backend, randn(1, 200, 2, 64), k, v)
 
 
+@pytest.mark.alone
 @harness.each_backend()
 def test_more_than_2_31_elements(backend: str) -> None:
     need_memory(24)
@@ -148,6 +151,7 @@ def test_more_than_2_31_elements(backend: str) -> None:
     assert_bitwise("out of the last batch entries", out[-2:], result.out)
 
 
+@pytest.mark.alone
 def test_packed_beyond_2_31_elements() -> None:
     need_memory(26)
     count, length, heads, dim = 600, 1000, 32, 128  # 2.46e9 elements each
@@ -160,6 +164,7 @@ def test_packed_beyond_2_31_elements() -> None:
     assert_result(part, expected(inputs, backward=False))
 
 
+@pytest.mark.alone
 def test_quarter_million_rows() -> None:
     """262 145 rows of one head: the last ones against the reference."""
     need_memory(8)
@@ -170,6 +175,7 @@ def test_quarter_million_rows() -> None:
     assert_result(Result(out[:, -tail:], lse[:, :, -tail:]), expected(inputs, backward=False))
 
 
+@pytest.mark.alone
 def test_large_batch_of_short_sequences() -> None:
     """More batch entries times heads than grid dimensions y and z can count."""
     need_memory(4)
