@@ -23,6 +23,7 @@ TOOLS = {
     "python -m fa bench": (PYTHON, "-m", "fa", "bench"),
     "python -m fa profile": (PYTHON, "-m", "fa", "profile", "sm90_fwd_bf16_d128_band"),
     "ncu/profile.sh": ("bash", "tools/ncu/profile.sh", "sm90_fwd_bf16_d128_band"),
+    "ncu/one_call.py": (PYTHON, "tools/ncu/one_call.py", "sm90_fwd_bf16_d128_band"),
     "evolution.py": (PYTHON, "tools/evolution.py", "--quick"),
     "overhead.py": (PYTHON, "tools/overhead.py"),
     "fuzz.py": (PYTHON, "tools/fuzz.py", "--count", "1"),

@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import clone_package  # noqa: F401  isort: skip  (before everything that imports fa)
 import bench_cells
 import libfa
+import machine
 
 RANGE = "fa_profile"
 WARM_UP = 2
@@ -120,6 +121,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print the ids that match, run nothing")
     parser.add_argument("--note", type=Path, help="write row, shape and FLOPs to this JSON file")
     options = parser.parse_args(arguments)
+    if not options.list:
+        machine.require_gpu("ncu/one_call.py", "`--list` names the rows", torch_too=True)
     try:
         rows = libfa.Library().rows()
     except OSError as error:

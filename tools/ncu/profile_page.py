@@ -109,6 +109,8 @@ def page(lines: list[Line]) -> str:
         kernels = kernels_of(line)
         metrics = ncu_reader.metric_set(ncu_table.family(kernels))
         shape = f"{line['cell']}, batch {line['batch']}, {line['heads']} heads."
+        if line["commit"] != first["commit"]:
+            shape += f" Commit {line['commit'][:12]}, {line['date']}."
         units = "; ".join(f"`{k.launch.label.split()[0]}` {busiest(k)}" for k in kernels)
         text += ["", f"## {line['row']}", "", f"{shape} Busiest: {units}."]
         text += ["", *ncu_table.table(kernels, metrics)]
