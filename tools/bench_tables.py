@@ -22,12 +22,13 @@ from bench_cells import (
 
 # Cells below this many operations per byte are bound by memory on every GPU here: GB/s is printed.
 MEMORY_BOUND = 64
+PEERS = ("fa2", "cudnn", "fa3", "fa4")
 
 
 def columns_of(cells: dict[tuple[Any, ...], dict[str, Record]]) -> list[str]:
-    """Ours first, then the peers, each in order of appearance."""
+    """Ours in order of appearance, then the peers as PEERS orders them."""
     names = dict.fromkeys(name for columns in cells.values() for name in columns)
-    return sorted(names, key=lambda name: not is_ours(name))
+    return sorted(names, key=lambda n: 1 + PEERS.index(n) if n in PEERS else not is_ours(n))
 
 
 def forward_table(lines: Iterable[Record], op: str = "forward") -> list[str]:
