@@ -97,6 +97,26 @@ def test_a_driver_that_does_not_start_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert machine.why_no_gpu() == "cuInit answers 100: CUDA_ERROR_NO_DEVICE"
 
 
+@pytest.mark.parametrize(("gigabytes", "cores", "count"), [(141, 16, 13), (24, 16, 2), (80, 4, 4)])
+def test_how_many_processes_share_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, gigabytes: int, cores: int, count: int
+) -> None:
+    class Driver:
+        def cuDeviceGet(self, device: object, number: int) -> int:
+            return 0
+
+        def cuDeviceTotalMem_v2(self, size: object, device: object) -> int:
+            size._obj.value = gigabytes * 10**9  # type: ignore[attr-defined]
+            return 0
+
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: "there is none")
+    assert machine.processes() == 1
+    monkeypatch.setattr(machine, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(machine.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert machine.processes() == count
+
+
 def test_clocks_are_read_from_nvidia_smi_and_may_be_unknown(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
