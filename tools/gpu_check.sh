@@ -176,7 +176,7 @@ bench() {
   if [ "$mode" = quick ]; then
     "$python" tools/bench.py --quick --dims 64,128 --json "$out/bench.jsonl" ${old:+--compare "$old"}
   else
-    "$python" tools/bench.py --dtypes bfloat16,float8_e4m3fn --json "$out/bench.jsonl" \
+    "$python" tools/bench.py --dtypes bfloat16,float8_e4m3fn --repeats 11 --json "$out/bench.jsonl" \
       --report "$out/bench.html" --compare "${old:-docs/results/h200.jsonl}"
   fi
 }

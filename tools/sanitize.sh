@@ -12,7 +12,7 @@ cd "$(dirname "$0")/.." || exit 1
 mode=${1:-full}
 shift $(($# > 0 ? 1 : 0))
 tools=("$@")
-[ ${#tools[@]} != 0 ] || tools=(memcheck synccheck initcheck racecheck)
+[ ${#tools[@]} != 0 ] || tools=(racecheck memcheck synccheck initcheck) # the longest first
 python=${PYTHON:-python3}
 "$python" tools/machine.py require sanitize.sh || exit 2
 out=${FA_CHECK_OUT:-build/gpu_check}
