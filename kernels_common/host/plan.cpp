@@ -134,7 +134,7 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
                 tiles_m, heads, plan->num_splits);
   const auto num_tiles = static_cast<int32_t>(p.empty() ? 0 : tiles_m * heads * plan->num_splits);
   plan->grid = grid_of(row, p, device, num_tiles);
-  plan->counted = counts_tiles(row, p, plan->grid, num_tiles);
+  plan->counted = plan->num_splits == 1 && counts_tiles(row, p, plan->grid, num_tiles);
   // A row needs one of the three at most.
   if (!p.empty())
     plan->workspace_bytes = transposed_bytes(row, p) + split_bytes(p, plan->num_splits) +

@@ -87,7 +87,7 @@ FirstTile first_tile(Op op, bool hopper, bool e4m3, bool shares_keys) {
   return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : ""};
 }
 
-// Only Ampere rows split the keys.
+// Ampere rows split the keys, and Hopper rows that pack query heads.
 bool hopper_splits(const Problem& p) { return p.num_splits > 1 && p.force_arch == 90; }
 
 // Blocks of a Hopper backward do not go on to another tile.

@@ -11,6 +11,7 @@
 #include "kernels_common/device/tile_scheduler.h"
 #include "kernels_common/host/error.h"
 #include "kernels_common/host/refusal.h"
+#include "kernels_common/host/splits.h"
 #include "kernels_common/host/tensor_map.h"
 
 namespace fa {
@@ -162,7 +163,7 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
   require(row.dtype != DType::kE4m3 || whole_key_blocks(p, row.tile_n), kMisfitDescaleBlock);
   require(p.dropout_p == 0 || row.dropout, kMisfitDropout);
   require(!row.pack || packs(row, p), kMisfitPack);
-  require(p.num_splits <= 1 || row.op != Op::kForward || row.arch == 80, kMisfitSplits);
+  require(p.num_splits <= 1 || row.op != Op::kForward || row.arch == 80 || row.pack, kMisfitSplits);
   if (row.arch == 90) {
     const int bytes = p.dtype == DType::kE4m3 ? 1 : 2;
     require(fits_tensor_map(p.q, bytes) && fits_tensor_map(p.k, bytes) &&
@@ -228,7 +229,11 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   // no sooner done: its warps load the same keys.
   const float each = tiles / static_cast<float>(device.sm_count);
   const float division = row.pack ? 1.02f : 1.0f;  // of packed rows by the group
-  if (forward_on_hopper(row)) return tile * division * std::max(1.0f, std::ceil(each));
+  if (forward_on_hopper(row)) {
+    const float share =
+        row.pack ? split_share(entry, p, device, static_cast<int64_t>(std::ceil(tiles))) : 1.0f;
+    return tile * division * share * std::max(1.0f, std::ceil(each));
+  }
   const float least = row.arch == 90 ? 1.0f : 128.0f / static_cast<float>(row.tile_m);
   return tile * std::max({1.0f, least, each});
 }

@@ -51,31 +51,49 @@ int64_t lse_stride_batch(const Problem& p) {
   return p.packed_q() ? 0 : int64_t{p.heads_q} * p.seq.seqlen_q;
 }
 
+// What a call in `parts` parts takes, and what in one.
+struct SplitTimes {
+  int parts;
+  float split, whole;
+};
+
+SplitTimes split_times(const KernelEntry& row, const Problem& p, const DeviceInfo& device,
+                       int64_t tiles) {
+  const int64_t keys = keys_of_tile(row.config, p);
+  // The warps of a packed Ampere tile divide its keys.
+  const bool by_warps = row.config.pack && row.config.arch != 90;
+  const int at_once = by_warps ? row.config.tile_n * row.config.warps : row.config.tile_n;
+  const int64_t blocks = (keys + at_once - 1) / at_once;
+  const int64_t slots = int64_t{device.sm_count} * blocks_per_sm(row, device);
+  if (tiles == 0 || blocks == 0) return SplitTimes{std::max(1, p.num_splits), 1, 1};
+  const float traffic = static_cast<float>(part_elements(p)) * 8 / kBlockBytes;
+  const auto waves = [&](int64_t n) { return static_cast<float>((tiles * n + slots - 1) / slots); };
+  const auto time = [&](int64_t n) {
+    const auto longest = static_cast<float>((blocks + n - 1) / n);
+    const float merging = n > 1 ? kMergeBlocks + static_cast<float>(n) * traffic : 0;
+    return waves(n) * (longest + kTileBlocks) + merging;
+  };
+  SplitTimes best{1, time(1), time(1)};
+  if (p.num_splits > 0) return SplitTimes{p.num_splits, time(p.num_splits), best.whole};
+  if (p.batch_invariant || (row.config.arch == 90 && !row.config.pack)) return best;
+  if (2 * tiles > slots || keys < kFewestKeys) return best;
+  for (int n = 2; n <= std::min<int64_t>(blocks, kMostParts); ++n)
+    if (time(n) < std::min(best.split, 0.9f * best.whole))
+      best = SplitTimes{n, time(n), best.whole};
+  return best;
+}
+
 }  // namespace
 
 int choose_splits(const KernelEntry& row, const Problem& p, const DeviceInfo& device,
                   int64_t tiles) {
-  if (p.num_splits > 0) return p.num_splits;
-  const int64_t keys = keys_of_tile(row.config, p);
-  const int at_once = row.config.pack ? row.config.tile_n * row.config.warps : row.config.tile_n;
-  const int64_t blocks = (keys + at_once - 1) / at_once;
-  const int64_t slots = int64_t{device.sm_count} * blocks_per_sm(row, device);
-  if (p.batch_invariant || row.config.arch == 90) return 1;
-  if (tiles == 0 || 2 * tiles > slots || keys < kFewestKeys) return 1;
-  const float traffic = static_cast<float>(part_elements(p)) * 8 / kBlockBytes;
-  const auto waves = [&](int64_t n) { return static_cast<float>((tiles * n + slots - 1) / slots); };
-  int best = 1;
-  float best_time = 0.9f * waves(1) * (static_cast<float>(blocks) + kTileBlocks);
-  for (int n = 2; n <= std::min<int64_t>(blocks, kMostParts); ++n) {
-    const auto longest = static_cast<float>((blocks + n - 1) / n);
-    const float time =
-        waves(n) * (longest + kTileBlocks) + kMergeBlocks + static_cast<float>(n) * traffic;
-    if (time < best_time) {
-      best = n;
-      best_time = time;
-    }
-  }
-  return best;
+  return split_times(row, p, device, tiles).parts;
+}
+
+float split_share(const KernelEntry& row, const Problem& p, const DeviceInfo& device,
+                  int64_t tiles) {
+  const SplitTimes times = split_times(row, p, device, tiles);
+  return times.split / times.whole;
 }
 
 size_t split_bytes(const Problem& p, int splits) {

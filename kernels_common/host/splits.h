@@ -12,6 +12,10 @@ namespace fa {
 int choose_splits(const KernelEntry& row, const Problem& problem, const DeviceInfo& device,
                   int64_t tiles);
 
+// The time of the call in that many parts beside that in one, both as the model has them.
+float split_share(const KernelEntry& row, const Problem& problem, const DeviceInfo& device,
+                  int64_t tiles);
+
 // Bytes of partial O and LSE; 0 for one part.
 size_t split_bytes(const Problem& problem, int splits);
 

@@ -27,7 +27,7 @@ class FwdEpilogue {
     float sinks[2] = {sink, sink};
     if constexpr (T::kPacked) {
       CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) sinks[r] = sink_of(args_, place(tile, r).head);
+      for (int r = 0; r < 2; ++r) sinks[r] = sink_of_split(args_, place(tile, r).head, tile.split);
     }
     softmax.finish(scale_log2<Row>(args_, tile), sinks, T::kProbabilityShift);
     if constexpr (T::kFp8) {
@@ -118,7 +118,7 @@ class FwdEpilogue {
       for (int r = 0; r < 2; ++r) {
         const PackedRow at = place(tile, r);
         if (at.position < tile.seq.q_slot)
-          lse_rows(args_, tile.seq, at.head)[at.position] = softmax.max[r];
+          lse_rows(args_, tile.seq, at.head, tile.split)[at.position] = softmax.max[r];
       }
       return;
     }
@@ -199,7 +199,7 @@ class FwdEpilogue {
       if constexpr (T::kPacked) {
         const PackedRow packed = place(tile, r);
         row = packed.position;
-        out = out_rows(args_, tile.seq, packed.head);
+        out = out_rows(args_, tile.seq, packed.head, tile.split);
       }
       if (row >= tile.seq.q_slot) continue;
       char* at = out + (row * args_.out.stride_row + 2 * (lane() % 4)) * size;

@@ -71,7 +71,7 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     } else {
       if constexpr (T::kPacked)
         store_empty_packed(params.args, tile.seq, tile.head_q, T::kTileM, thread,
-                           32 * T::kConsumerWarps);
+                           32 * T::kConsumerWarps, tile.split);
       else
         store_empty(params.args, tile.seq, tile.head_q, T::kTileM, thread, 32 * T::kConsumerWarps);
     }

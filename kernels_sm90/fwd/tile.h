@@ -16,6 +16,7 @@ struct FwdTile {
   KeyRange range;
   ScoreTile score;
   int head_q, head_k;           // packed rows: the first query head of the group
+  int split;                    // packed rows: which part of the tile's keys
   int keys_lo, keys_hi;         // keys that some row of the sequence sees
   int scrub_first, scrub_last;  // the first (rightmost), last block holds V rows outside them
   // e4m3: factors of scores and of V; where the tile's V begins in FwdArgs::v_keys.
@@ -109,7 +110,10 @@ FA_DEVICE void find_passed_blocks(FwdTile& tile, int rows) {
 template <class Row>
 FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
   using T = FwdTypes<Row>;
-  const TileCoord coord = tile_coord(args.order, index);
+  // The parts of a tile's keys are neighbours in the order.
+  const int splits = T::kPacked ? args.splits.count : 1;
+  tile.split = index % splits;
+  const TileCoord coord = tile_coord(args.order, index / splits);
   const int heads = T::kPacked ? args.heads_k : args.heads_q;
   const int rows = T::kPacked ? args.group : 1;  // of a position
   const int batch = coord.head / heads;          // packed q: 0
@@ -126,6 +130,7 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
                    : key_range(band, s.m_first / rows,
                                (min_of(s.m_first + T::kTileM, s.q_len * rows) - 1) / rows, s.k_len,
                                T::kTileN);
+  if (splits > 1) tile.range = part_of(tile.range, tile.split, splits);
   if constexpr (T::kConfig.score == ScoreKind::kAny)
     tile.score = score_tile(args.score, s.index, head_q, s.q_len, s.k_len);
   tile.last = 0;

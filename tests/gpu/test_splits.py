@@ -13,6 +13,7 @@ import torch
 from harness import DEVICE, call, call_guarded, inputs_from, randn
 
 import fa
+import libfa
 from cases import Case
 from compare import Result, assert_bitwise_result, assert_result, expected
 
@@ -49,6 +50,35 @@ def test_parts_are_right(case: Case, parts: int) -> None:
         pytest.skip(f"this build holds no row for {case.dtype}, head dim {case.dim}")
     inputs = harness.inputs_of(case)
     assert_result(call_guarded(inputs, BACKEND, num_splits=parts), harness.expected_of(case))
+
+
+# Hopper rows that pack query heads into tiles: groups are a power of two.
+PACKED = [
+    Case(**BASE, dim=128, q=32, k=4100, batch=2, heads_q=8, heads_k=2),
+    Case(**BASE, dim=128, q=5, k=1500, heads_q=8, heads_k=1, causal=True, sinks="fp32"),
+    Case(**BASE, dim=256, q=77, k=1100, heads_q=8, heads_k=2, causal=True, sinks="same"),
+    Case(**BASE, dtype="fp16", q=40, k=2000, heads_q=16, heads_k=1, window=(500, 0)),
+    Case(**BASE, dim=128, q=50, k=1000, causal=True, heads_q=4, heads_k=1, values="x3"),
+    Case(**BASE, q=300, k=200, causal=True, sinks="fp32", heads_q=4, heads_k=2),
+    Case(**BASE, q=130, k=1030, causal=True, chunk=300, out_fp32=True, heads_q=4, heads_k=2),
+    Case(**BASE, dim=128, q=9, k=700, batch=4, seqused_k=(700, 0, 1, 65), heads_q=8, heads_k=2),
+    Case(**BASE, q=(1, 0, 70, 3), k=(900, 64, 0, 129), slack_q=9, heads_q=4, heads_k=2),
+    Case(**BASE, q=(5, 140), k=333, batch=2, leftpad_k=(7, 0), heads_q=8, heads_k=4, causal=True),
+    Case(**BASE, dim=72, dim_v=40, q=33, k=500, heads_q=4, heads_k=2),
+    Case(**BASE, dim=256, q=64, k=0, sinks="fp32", heads_q=4, heads_k=2),
+    Case(**BASE, q=17, k=800, values="x20", scale=1.0, heads_q=4, heads_k=2),
+]
+
+
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_parts_of_packed_hopper_rows_are_right(case: Case, parts: int, cuda_only: None) -> None:
+    if not any(libfa.packs_heads(row) and row.backend == "sm90" for row in harness.rows()):
+        pytest.skip("this build holds no Hopper row that packs query heads")
+    inputs = harness.inputs_of(case)
+    result = call_guarded(inputs, "sm90", num_splits=parts)
+    assert_result(result, harness.expected_of(case))
+    assert_bitwise_result(result, call(inputs, "sm90", num_splits=parts))
 
 
 def test_every_head_dim(cuda_only: None) -> None:
