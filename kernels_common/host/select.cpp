@@ -228,7 +228,7 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   // Hopper block works on its tiles one after the other. An Ampere tile of fewer rows than 128 is
   // no sooner done: its warps load the same keys.
   const float each = tiles / static_cast<float>(device.sm_count);
-  const float division = row.pack ? 1.02f : 1.0f;  // of packed rows by the group
+  const float division = row.pack ? 1.05f : 1.0f;  // of packed rows by the group
   if (forward_on_hopper(row)) {
     const float share =
         row.pack ? split_share(entry, p, device, static_cast<int64_t>(std::ceil(tiles))) : 1.0f;
