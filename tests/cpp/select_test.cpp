@@ -332,7 +332,8 @@ void hopper_falls_back() {
   expect_refused(strided, FA_ERROR_UNSUPPORTED, "does not fit a tensor map");
 }
 
-// Ampere rows split the keys, as do Hopper rows that pack query heads; those that can drop weights say so.
+// Ampere rows split the keys, as do Hopper rows that pack query heads; those that can drop weights
+// say so.
 void options_of_ampere_rows() {
   Call call = Call(2, 512, 512, 8, 8, 128).h200();
   call.params.options.num_splits = 4;
