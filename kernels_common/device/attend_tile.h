@@ -14,14 +14,16 @@ struct Unmasked {
   static constexpr bool kMasked = false;
 };
 
-// From right to left. The rightmost block holds the ragged end of the keys, so it is always masked:
-// by first(), or, where Step::kFirstIsNext, by next(), which saves a copy of the body in the code.
+// From right to left. The rightmost block holds the ragged end of the keys, so it is masked:
+// by first(), or, where Step::kFirstIsNext, by next(), which saves a copy of the body in the code
+// (and, where Step::kFirstMayBeWhole, only if it needs it).
 // The range must not be empty. `score` is handed on to the step: a policy of score.h.
 template <class Mask, class Step, class Score>
 FA_DEVICE void attend_tile(Step& step, const KeyRange& range, Score score) {
   int n = range.end - 1;
   if constexpr (requires { requires Step::kFirstIsNext; }) {
     int stop = Mask::kNeeded ? min_of(range.full_end, n) : n;
+    if constexpr (requires { requires Step::kFirstMayBeWhole; }) stop = range.full_end;
     while (true) {  // right edge, interior, left edge: both edges run through one loop
       for (; n >= stop; --n) step.next(n, Masked{}, score);
       if (n < range.begin) break;

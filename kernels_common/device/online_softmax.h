@@ -36,10 +36,8 @@ struct OnlineSoftmax {
   // Scores to probabilities 2^(score·scale_log2 − max·scale_log2), in place. scale_log2 > 0: the
   // host replaces a scale of 0 by 1e-30, which gives the same uniform weights without the NaN of
   // −inf·0.
-  // Probabilities are 2^lift times what the formula says (e4m3 has its resolution there); finish()
-  // must be told.
   template <class View>
-  FA_DEVICE void update(View& scores, float scale_log2, float lift = 0.f) {
+  FA_DEVICE void update(View& scores, float scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < kRows; ++r) {
       float m = max[r];
@@ -49,7 +47,7 @@ struct OnlineSoftmax {
       m = max_or_nan(m, __shfl_xor_sync(0xffffffffu, m, 2));
       // A row without a visible key so far has max −inf; −inf − (−inf) would be NaN, so 0 is
       // subtracted: all terms are 0.
-      const float shift = (m == -INFINITY ? 0.f : m * scale_log2) - lift;
+      const float shift = m == -INFINITY ? 0.f : m * scale_log2;
       // The difference first: max·scale − shift would be one fused operation whose rounding error,
       // the same in every block, adds up to 1e-4 of the sum over 2000 blocks.
       alpha[r] = max[r] == -INFINITY ? 0.f : exp2_approx((max[r] - m) * scale_log2);
@@ -106,7 +104,8 @@ struct OnlineSoftmax {
   }
 
   // Full row sums; afterwards `sum` holds 1/sum (0 for an empty row) and `max` the natural-log LSE.
-  // `sink` (natural units) adds one term to the denominator; −inf adds nothing.
+  // `sink` (natural units) adds one term to the denominator; −inf adds nothing. `lift`: the
+  // probabilities were made 2^lift times what the formula says (e4m3 has its resolution there).
   FA_DEVICE void finish(float scale_log2, const float (&sink)[kRows], float lift = 0.f) {
     constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
     CUTE_UNROLL

@@ -32,6 +32,22 @@ struct ExactSoftmax {
     }
   }
 
+  // The maxima that find() found, and those that it could not find, as numbers.
+  template <class View>
+  FA_DEVICE static void look_again(const OnlineSoftmax<2>& softmax, const View& scores,
+                                   const int (&top)[2], float (&m)[2]) {
+    m[0] = __int_as_float(top[0]), m[1] = __int_as_float(top[1]);
+    if (!__any_sync(0xffffffffu, top[0] < 0 || top[1] < 0)) return;
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float y = softmax.max[r];
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
+      y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
+      m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
+    }
+  }
+
   // Whether a row of this warp has another maximum than before. If so, softmax.alpha is what its
   // sum and O are multiplied by.
   template <class View>
@@ -41,17 +57,8 @@ struct ExactSoftmax {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) other |= top[r] < 0 || top[r] != __float_as_int(softmax.max[r]);
     if (!__any_sync(0xffffffffu, other)) return false;
-    float m[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
-    if (__any_sync(0xffffffffu, top[0] < 0 || top[1] < 0)) {
-      CUTE_UNROLL
-      for (int r = 0; r < 2; ++r) {
-        float y = softmax.max[r];
-        CUTE_UNROLL
-        for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
-        y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
-        m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
-      }
-    }
+    float m[2];
+    look_again(softmax, scores, top, m);
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       softmax.alpha[r] =

@@ -140,8 +140,8 @@ struct FwdTypes {
                                  kFp8 ? cute::GMMA::Major::K : cute::GMMA::Major::MN>(),
       Warpgroups{}));
 
-  // e4m3: P·V by parts of at most 128 columns, so that a part's sum fits beside O.
-  static constexpr int kPvDim = kDimV < 128 ? kDimV : 128, kPvParts = kDimV / kPvDim;
+  // e4m3: P·V by parts of 64 columns, of which one is added to O while the next is computed.
+  static constexpr int kPvDim = kFp8 ? 64 : kDimV, kPvParts = kDimV / kPvDim;
   using MmaPvPart = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<E, E, float, Shape<kTileM, kPvDim, kTileN>, cute::GMMA::Major::K,
                                  kFp8 ? cute::GMMA::Major::K : cute::GMMA::Major::MN>(),

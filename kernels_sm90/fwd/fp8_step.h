@@ -3,6 +3,7 @@
 // after the other; the products of the other warpgroups run meanwhile.
 #pragma once
 
+#include "kernels_sm90/common/exact_softmax.h"
 #include "kernels_sm90/fwd/epilogue.h"
 
 namespace fa::sm90 {
@@ -18,7 +19,8 @@ class Fp8Step {
   using MmaPart = typename T::MmaPvPart;
 
  public:
-  static constexpr bool kFirstIsNext = true;
+  static constexpr bool kFirstIsNext = true;  // for attend_tile()
+  static constexpr bool kFirstMayBeWhole = true;
   static constexpr bool kCarry = false;
 
   FA_DEVICE Fp8Step(FwdSmem<Row>& smem, const FwdArgs& args, const TensorMap& out_map, int thread)
@@ -49,23 +51,26 @@ class Fp8Step {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(s);
     release(smem_.k_slots, k_at_);
+    // The next tile's Q comes while this one ends.
+    if (T::kQSlots == 1 && n == tile().range.begin) release(smem_.q_slots, q_at_);
     auto view = acc_view(s);  // (2, tile_n / 4)
     if constexpr (T::kBlockDescales) scale_scores(view, n);
     transform_scores(view, n, score);
     if constexpr (Edge::kMasked) mask_scores(view, n);
-    softmax_.update(view, tile().scale_log2, T::kProbabilityShift);
+    make_probabilities(view);
     pack_probabilities(s, p);
     const float v_factor = value_factor(n);
-    turns_.wait_turn();
+    // Before the turn: the compiler moves the turn's barrier up to the last branch, which without
+    // this wait would be ahead of the exponentials.
     mbarrier_wait(&smem_.v_slots.full[v_at_.slot()], v_at_.parity());
-    CUTE_UNROLL
-    for (int part = 0; part < T::kPvParts; ++part) add_pv(p, part, v_factor);
+    turns_.wait_turn();
+    multiply_add(p, v_factor);
     release(smem_.v_slots, v_at_);
   }
 
   FA_DEVICE void last() {
     turns_.pass_turn();
-    release(smem_.q_slots, q_at_);
+    if constexpr (T::kQSlots > 1) release(smem_.q_slots, q_at_);
     epilogue_.store(o_, softmax_, tile(), smem_.output_rows(0, 0));
     retire(tile_slot_);
   }
@@ -136,10 +141,56 @@ class Fp8Step {
     cute::warpgroup_commit_batch();
   }
 
-  // O = alpha · O + v_factor · P · V for columns [part, part + 1) * kPvDim.
+  // Scores to probabilities, in place: 2^kProbabilityShift where a row has its maximum.
+  template <class View>
+  FA_DEVICE void make_probabilities(View& view) {
+    const float scale_log2 = tile().scale_log2;
+    int top[2];
+    ExactSoftmax::find(softmax_, view, top);
+    float m[2];
+    ExactSoftmax::look_again(softmax_, view, top, m);
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      softmax_.alpha[r] =
+          softmax_.max[r] == -INFINITY ? 0.f : exp2_approx((softmax_.max[r] - m[r]) * scale_log2);
+      softmax_.max[r] = m[r];
+    }
+    float shift[2], sums[2] = {0.f, 0.f};
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) shift[r] = softmax_.shift(r, scale_log2) - T::kProbabilityShift;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(view) / 2; ++i) {  // pairs of columns, rows in alternation
+      float &a = view.data()[2 * i], &b = view.data()[2 * i + 1];
+      a = exp2_approx(a * scale_log2 - shift[i % 2]);
+      b = exp2_approx(b * scale_log2 - shift[i % 2]);
+      sums[i % 2] += a + b;
+    }
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) softmax_.sum[r] = softmax_.sum[r] * softmax_.alpha[r] + sums[r];
+  }
+
+  // O = alpha · O + v_factor · P · V, part after part; one is added while the next is computed.
   template <class Packed>
-  FA_DEVICE void add_pv(Packed& p, int part, float v_factor) {
-    typename T::PartAcc sum;  // ((2, 2, kPvDim / 8), 1, 1)
+  FA_DEVICE void multiply_add(Packed& p, float v_factor) {
+    constexpr int kParts = T::kPvParts;
+    typename T::PartAcc sums[kParts > 1 ? 2 : 1];  // ((2, 2, kPvDim / 8), 1, 1)
+    cute::warpgroup_fence_operand(p);
+    issue_pv(p, sums[0], 0);
+    CUTE_UNROLL
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts) {
+        issue_pv(p, sums[(part + 1) % 2], part + 1);
+        cute::warpgroup_wait<1>();
+      } else {
+        cute::warpgroup_wait<0>();
+      }
+      add_part(sums[part % 2], part, v_factor);
+    }
+  }
+
+  // sum = P · V for columns [part, part + 1) * kPvDim.
+  template <class Packed, class Sum>
+  FA_DEVICE void issue_pv(const Packed& p, Sum& sum, int part) {
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v),
                                typename T::LayoutVt{});  // (dim_v, keys, stage)
     auto columns = cute::local_tile(
@@ -148,7 +199,6 @@ class Fp8Step {
     auto slice = MmaPart{}.get_slice(turns_.warpgroup * kWarpgroupThreads);
     auto b = slice.partition_fragment_B(columns);  // (MMA, 1, MMA_K, stage)
     cute::warpgroup_fence_operand(sum);
-    cute::warpgroup_fence_operand(p);
     cute::warpgroup_arrive();
     MmaPart mma;
     mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
@@ -158,7 +208,10 @@ class Fp8Step {
       mma.accumulate_ = cute::GMMA::ScaleOut::One;
     }
     cute::warpgroup_commit_batch();
-    cute::warpgroup_wait<0>();
+  }
+
+  template <class Sum>
+  FA_DEVICE void add_part(Sum& sum, int part, float v_factor) {
     cute::warpgroup_fence_operand(sum);
     constexpr int kSize = T::kPvDim / 2;
     if (T::kBlockDescales && v_factor != 1.f) {

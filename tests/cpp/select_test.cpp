@@ -462,6 +462,32 @@ void lines_of_missing_rows() {
       "serial,o_buf=1,release,30,");
 }
 
+// Head dim 128 in e4m3: three warpgroups from 2048 keys on, two where a call is short; the row with
+// score policies for no plain call, however few rows of a window it would waste.
+void rows_of_e4m3() {
+  KernelConfig config = hopper_row(DType::kE4m3, 128, MaskKind::kBand);
+  config.tile_m = 192, config.warps = 16;
+  const KernelEntry tall = entry("tall", config, 200000);
+  config = hopper_row(DType::kE4m3, 128, MaskKind::kNone);
+  config.tile_n = 256;
+  const KernelEntry wide = entry("wide", config, 200000);
+  config = hopper_row(DType::kE4m3, 128, MaskKind::kBand);
+  config.score = ScoreKind::kAny;
+  const KernelEntry any = entry("any", config, 200000);
+  const std::array<const KernelEntry*, 3> rows = {&tall, &wide, &any};
+  for (int length : {256, 1024, 2048, 16384}) {
+    Call c = Call(16384 / length, length, length, 16, 16, 128, FA_E4M3).h200();
+    c.params.out.dtype = FA_BF16;
+    expect_row(c, length < 2048 ? "wide" : "tall", rows);
+    expect_row(c.causal(), "tall", rows);
+  }
+  Call window = Call(1, 513, 700, 4, 2, 128, FA_E4M3).h200();
+  window.params.out.dtype = FA_BF16;
+  window.params.mask.window_left = 100;
+  window.params.mask.window_right = 20;
+  expect_row(window, "tall", rows);
+}
+
 // A row that has score policies, and blocks of keys with one descale each.
 void descales_per_block() {
   KernelConfig config = hopper_row(DType::kE4m3, 64, MaskKind::kBand);
@@ -553,6 +579,7 @@ int main() {
   options_without_rows();
   backward_rows();
   lines_of_missing_rows();
+  rows_of_e4m3();
   descales_per_block();
   devices_without_rows();
   batch_invariance();
