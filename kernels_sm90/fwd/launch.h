@@ -108,11 +108,11 @@ const void* function() {
 // one ends.
 template <class Row>
 fa_status transpose_values(FwdArgs& args, void* stream, bool* launched) {
-  const int64_t blocks = transpose_blocks(args);
+  const int64_t blocks = transpose_blocks<Row>(args);
   *launched = blocks > 0;
   if (blocks == 0) return FA_OK;
   return launch_row<Row>(reinterpret_cast<const void*>(&fa_transpose_v<Row>),
-                         static_cast<int>(blocks), kTransposeThreads, 0, &args, stream);
+                         static_cast<int>(blocks), 2 * kTransposeDims<Row>, 0, &args, stream);
 }
 
 template <class Row>

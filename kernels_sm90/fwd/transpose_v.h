@@ -9,14 +9,16 @@
 
 namespace fa::sm90 {
 
-inline constexpr int kTransposeThreads = 128;
-inline constexpr int kTransposeDims = 64;  // columns of V in one block, beside kValueTile keys
+// Columns of V in one block, beside kValueTile keys; two threads a column.
+template <class Row>
+inline constexpr int kTransposeDims = FwdTypes<Row>::kDimV < 128 ? 64 : 128;
 
-// Keys of a group lie together, 64 bytes each; groups are set apart by 4 banks, so that a warp that
+// Keys of a group lie together; groups are set apart by 4 banks, so that a warp that
 // reads 4 columns of the same key of all groups meets every bank once.
+template <int kDims>
 struct TransposeSmem {
   static constexpr int kGroups = kValueTile / kKeyGroup;
-  uint32_t words[kGroups][kKeyGroup * kTransposeDims / 4 + 4];
+  uint32_t words[kGroups][kKeyGroup * kDims / 4 + 4];
 };
 
 struct TransposeBlock {
@@ -26,11 +28,12 @@ struct TransposeBlock {
   uint8_t* target;        // column 0 of the head, first key of the tile
 };
 
+template <int kDims>
 FA_DEVICE TransposeBlock transpose_block(const FwdArgs& args) {
   TransposeBlock block;
-  const int parts = ceil_div(args.dim_v, kTransposeDims);
+  const int parts = ceil_div(args.dim_v, kDims);
   int rest = static_cast<int>(blockIdx.x);
-  block.first_dim = rest % parts * kTransposeDims;
+  block.first_dim = rest % parts * kDims;
   rest /= parts;
   block.tile_index = rest % args.v_keys.tiles;
   rest /= args.v_keys.tiles;
@@ -60,15 +63,17 @@ FA_DEVICE uint4 load_columns(const uint8_t* row, int dim, int dim_v) {
 }
 
 // V as usual: columns contiguous.
+template <int kDims>
 FA_DEVICE void transpose_rows(const FwdArgs& args, const TransposeBlock& block,
-                              TransposeSmem& smem) {
+                              TransposeSmem<kDims>& smem) {
   const int thread = static_cast<int>(threadIdx.x);
-  constexpr int kLoads = kValueTile * 4 / kTransposeThreads;
-  const int chunk = thread % 4;
+  constexpr int kThreads = 2 * kDims, kChunks = kDims / 16;
+  constexpr int kLoads = kValueTile * kChunks / kThreads;
+  const int chunk = thread % kChunks;
   uint4 value[kLoads];  // all on their way before the first is waited for
   CUTE_UNROLL
   for (int i = 0; i < kLoads; ++i) {
-    const int key = block.tile.first + (i * kTransposeThreads + thread) / 4;
+    const int key = block.tile.first + (i * kThreads + thread) / kChunks;
     value[i] = uint4{};
     if (key >= block.tile.seen.begin && key < block.tile.seen.end)
       value[i] = load_columns(block.source + key * args.v.stride_row, block.first_dim + 16 * chunk,
@@ -76,20 +81,20 @@ FA_DEVICE void transpose_rows(const FwdArgs& args, const TransposeBlock& block,
   }
   CUTE_UNROLL
   for (int i = 0; i < kLoads; ++i) {
-    const int local = (i * kTransposeThreads + thread) / 4;
+    const int local = (i * kThreads + thread) / kChunks;
     *reinterpret_cast<uint4*>(
-        &smem.words[local / kKeyGroup][local % kKeyGroup * (kTransposeDims / 4) + 4 * chunk]) =
-        value[i];
+        &smem.words[local / kKeyGroup][local % kKeyGroup * (kDims / 4) + 4 * chunk]) = value[i];
   }
   __syncthreads();
-  const int group = thread % TransposeSmem::kGroups, quad = thread / TransposeSmem::kGroups;
+  constexpr int kGroups = TransposeSmem<kDims>::kGroups;
+  const int group = thread % kGroups, quad = thread / kGroups;
   uint32_t out[4][4];  // [column][four keys]
   CUTE_UNROLL
   for (int four = 0; four < 4; ++four) {
     uint32_t key[4];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i)
-      key[i] = smem.words[group][key_at(4 * four + i) * (kTransposeDims / 4) + quad];
+      key[i] = smem.words[group][key_at(4 * four + i) * (kDims / 4) + quad];
     const uint32_t a = __byte_perm(key[0], key[1], 0x5140), b = __byte_perm(key[0], key[1], 0x7362);
     const uint32_t c = __byte_perm(key[2], key[3], 0x5140), d = __byte_perm(key[2], key[3], 0x7362);
     out[0][four] = __byte_perm(a, c, 0x5410);
@@ -108,10 +113,10 @@ FA_DEVICE void transpose_rows(const FwdArgs& args, const TransposeBlock& block,
 }
 
 // V with contiguous keys already: they only change places inside groups of 16.
+template <int kDims>
 FA_DEVICE void reorder_keys(const FwdArgs& args, const TransposeBlock& block) {
-  constexpr int kGroups = TransposeSmem::kGroups;
-  for (int i = static_cast<int>(threadIdx.x); i < kTransposeDims * kGroups;
-       i += kTransposeThreads) {
+  constexpr int kGroups = TransposeSmem<kDims>::kGroups;
+  for (int i = static_cast<int>(threadIdx.x); i < kDims * kGroups; i += 2 * kDims) {
     const int dim = block.first_dim + i / kGroups, group = i % kGroups;
     if (dim >= args.dim_v) return;
     const int key = block.tile.first + group * kKeyGroup;
@@ -136,23 +141,25 @@ FA_DEVICE void reorder_keys(const FwdArgs& args, const TransposeBlock& block) {
 
 // Each row of the table has its own copy, so that the objects of rows share no symbol.
 template <class Row>
-__global__ void __launch_bounds__(kTransposeThreads)
+__global__ void __launch_bounds__(2 * kTransposeDims<Row>)
     fa_transpose_v(const __grid_constant__ FwdArgs args) {
-  __shared__ TransposeSmem smem;
+  constexpr int kDims = kTransposeDims<Row>;
+  __shared__ TransposeSmem<kDims> smem;
   __shared__ TransposeBlock block;  // found by one thread: it is half of the instructions
   let_next_kernel_begin();
-  if (threadIdx.x == 0) block = transpose_block(args);
+  if (threadIdx.x == 0) block = transpose_block<kDims>(args);
   __syncthreads();
   if (!block.tile.read()) return;
   if (args.v_keys.stride_dim == 1)
-    transpose_rows(args, block, smem);
+    transpose_rows<kDims>(args, block, smem);
   else
-    reorder_keys(args, block);
+    reorder_keys<kDims>(args, block);
 }
 
-inline int64_t transpose_blocks(const FwdArgs& args) {
+template <class Row>
+int64_t transpose_blocks(const FwdArgs& args) {
   const int64_t planes = int64_t{args.heads_k} * (args.seq.cu_k == nullptr ? args.seq.batch : 1);
-  return planes * args.v_keys.tiles * ceil_div(args.dim_v, kTransposeDims);
+  return planes * args.v_keys.tiles * ceil_div(args.dim_v, kTransposeDims<Row>);
 }
 
 }  // namespace fa::sm90
