@@ -41,7 +41,7 @@ class Field(ctypes.Structure):
 
 
 class KernelDesc(ctypes.Structure):
-    """`fa_kernel_desc`."""
+    """`fa_kernel_desc` without its end: to know a kernel's registers is to load it."""
 
     _fields_ = [
         ("struct_size", ctypes.c_uint32),
@@ -50,7 +50,7 @@ class KernelDesc(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in (
                 *("op", "arch", "dtype", "dim_qk", "dim_v", "mask", "kv", "tile_m", "tile_n"),
-                *("stages", "threads", "smem_bytes", "registers", "local_bytes"),
+                *("stages", "threads", "smem_bytes"),
             )
         ],
     ]
@@ -69,8 +69,6 @@ class Row:
     mask: str  # "none" or "band"
     tile_m: int
     tile_n: int
-    registers: int
-    local_bytes: int
     threads: int
     smem_bytes: int  # dynamic
 
@@ -178,8 +176,6 @@ class Library:
                     "band" if d.mask else "none",
                     d.tile_m,
                     d.tile_n,
-                    d.registers,
-                    d.local_bytes,
                     d.threads,
                     d.smem_bytes,
                 )

@@ -3,6 +3,7 @@
 // kernels_common/host.
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdio>
 #include <cstring>
 #include <exception>
@@ -204,8 +205,9 @@ fa_status fa_kernel_info(int index, fa_kernel_desc* desc) {
   full.threads = entry.threads;
   full.smem_bytes = entry.smem_bytes;
   full.registers = full.local_bytes = -1;
-  function_resources(entry.function == nullptr ? nullptr : entry.function(), &full.registers,
-                     &full.local_bytes);
+  // Asking loads the kernel, and compiles it first where the device has to start from PTX.
+  if (entry.function != nullptr && full.struct_size > offsetof(fa_kernel_desc, registers))
+    function_resources(entry.function(), &full.registers, &full.local_bytes);
   std::memset(desc, 0, full.struct_size);
   std::memcpy(desc, &full, std::min<size_t>(full.struct_size, sizeof(full)));
   return FA_OK;

@@ -2,6 +2,7 @@
 /* Does a C99 program get from fa.h what it promises: versions, sentences, plans, the list of
  * kernels? No GPU needed. */
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -264,6 +265,10 @@ static void kernel_list(void) {
            __LINE__, desc.id);
     expect(desc.registers == -1 || (desc.registers > 0 && desc.registers <= 255), __LINE__,
            desc.id);
+    memset(&desc, 0x55, sizeof(desc));
+    desc.struct_size = offsetof(fa_kernel_desc, registers);
+    expect(fa_kernel_info(i, &desc) == FA_OK && desc.threads > 0, __LINE__, "a shorter struct");
+    expect(desc.registers == 0x55555555, __LINE__, "nothing is written behind it");
   }
   desc.struct_size = sizeof(desc);
   expect_failure(fa_kernel_info(count, &desc), FA_ERROR_INVALID, "index is ", __LINE__);

@@ -164,7 +164,7 @@ def test_why_nothing_was_counted(output: str, words: str | None) -> None:
 
 
 def row(name: str, op: int = 1, dim: int = 128, dim_v: int = 128) -> Row:
-    return Row(name, op, 90, "bfloat16", dim, dim_v, "band", 128, 128, 168, 0, 384, 100000)
+    return Row(name, op, 90, "bfloat16", dim, dim_v, "band", 128, 128, 384, 100000)
 
 
 def test_rows_by_id_and_by_pattern() -> None:
