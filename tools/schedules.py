@@ -204,33 +204,32 @@ def hopper_forward_e4m3() -> Diagram:
 def hopper_backward() -> Diagram:
     d = Diagram(
         "Hopper backward, main kernel: one key tile, query block after query block",
-        ["warpgroup 0, lane 0: TMA", "warpgroup 0: dQ", "warpgroup 1: products"]
-        + ["warpgroup 1: rest", "warpgroup 2: products", "warpgroup 2: rest"],
+        ["warpgroup 0, lane 0: TMA", "warpgroup 1: products", "warpgroup 1: rest"]
+        + ["warpgroup 2: products", "warpgroup 2: rest"],
     )
-    d.row(0, 0, (1, "K", "load"), (1.6, "Q, LSE", "load"), (1, "V", "load"))
-    d.row(0, 3.6, (1.6, "dO, δ", "load"), (1.9, "block 1", "load"), (1.9, "block 2", "load"))
-    for lane, at in ((2, 2.6), (4, 4.2)):
-        d.row(lane, at, (2.2, "S0=K·Qᵀ", "qk"), (2, "", ""), (2.4, "dP0=V·dOᵀ", "qk"))
-        d.row(lane + 1, at + 2.2, (2, "P0", "soft"), (2.4, "", ""), (2, "dS0", "soft"))
+    d.row(0, 0, (1, "K, V", "load"), (1.8, "Q, dO, 0", "load"), (1.8, "block 1", "load"))
+    d.row(0, 4.6, (1.8, "block 2", "load"))
+    d.row(0, 24.2, (1.8, "block 3", "load"))
+    d.row(0, 37.4, (1.8, "block 4", "load"))
+    for lane, late in ((1, 0.0), (3, 0.4)):
+        t = 2.8 + late
+        d.row(lane, t, (2.2, "S0=K·Qᵀ", "qk"), (2.4, "dP0=V·dOᵀ", "qk"))
+        d.row(lane + 1, t + 4.6, (2, "P0", "soft"), (2, "dS0", "soft"))
         for m in (1, 2):
-            t = at + 8.6 + (m - 1) * 11.2
-            d.row(lane, t, (2.2, f"dV+=P{m - 1}·dO", "pv"), (2.2, f"S{m}=K·Qᵀ", "qk"))
-            d.row(lane, t + 4.4, (2.4, f"dK+=dS{m - 1}·Q", "pv"), (2.4, f"dP{m}=V·dOᵀ", "qk"))
-            d.row(lane + 1, t + 4.4, (2.2, f"P{m}", "soft"), (2.6, "", ""), (2, f"dS{m}", "soft"))
-        t = at + 8.6 + 22.4
-        d.row(lane, t, (2.2, "dV+=P2·dO", "pv"), (2.4, "dK+=dS2·Q", "pv"))
-        d.row(lane + 1, t + 4.6, (2, "dK, dV", "store"))
-    for m in range(3):
-        t = 12.8 + 11.2 * m
-        d.row(1, t, (2.4, f"dQ{m}=dS{m}·K", "pv"), (2, "add to sums", "store"))
-    d.row(0, 24.0, (1.9, "block 3", "load"))
-    d.row(0, 35.2, (1.9, "block 4", "load"))
+            t = 11.9 + (m - 1) * 13.2 + late
+            d.row(lane, t, (2.4, f"dQ{m - 1}=dS{m - 1}·K", "pv"), (2.2, f"S{m}=K·Qᵀ", "qk"))
+            d.row(lane, t + 4.6, (2.4, f"dV+=P{m - 1}·dO", "pv"), (2.4, f"dP{m}=V·dOᵀ", "qk"))
+            d.row(lane, t + 9.4, (2.6, f"dK+=dS{m - 1}·Q", "pv"))
+            d.row(lane + 1, t + 2.4, (2, f"add dQ{m - 1}", "store"), (0.4, "", ""))
+            d.row(lane + 1, t + 4.8, (3, f"P{m}", "soft"), (1.6, "", ""), (2.4, f"dS{m}", "soft"))
+        t = 38.3 + late
+        d.row(lane, t, (2.4, "dQ2=dS2·K", "pv"), (2.4, "dV+=P2·dO", "pv"), (2.4, "dK+=dS2·Q", "pv"))
+        d.row(lane + 1, t + 2.4, (2, "add dQ2", "store"), (3, "", ""), (2, "dK, dV", "store"))
     d.arrows += [
-        (0, 2.6, 2, 2.6, "full"),
-        (5, 12.8, 1, 12.8, "dS0 full"),
-        (2, 18.0, 0, 24.0, "Q0, dO0 empty"),
-        (5, 24.0, 1, 24.0, "dS1 full"),
-        (1, 24.0, 0, 24.0, ""),
+        (0, 2.8, 1, 2.8, "full"),
+        (4, 11.8, 1, 11.9, "both have stored dS0"),
+        (1, 23.9, 0, 24.2, "Q0, dO0 empty"),
+        (4, 25.0, 1, 25.1, "both have stored dS1"),
     ]
     return d
 

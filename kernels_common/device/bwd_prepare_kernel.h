@@ -88,7 +88,8 @@ __global__ void __launch_bounds__(kBwdRowThreads)
     const int row = t.seq.m_first + r;
     const float dot = row_dot<kConfig.dtype, kLanes>(args, t, row, thread % kLanes);
     if (thread % kLanes == 0)
-      dsink += store_statistics(args, t, row, int64_t(t.tile) * kTileM + r, dot, sink);
+      dsink += store_statistics(
+          args, t, row, int64_t(t.tile) * kTileM + stat_position<kConfig.arch>(r), dot, sink);
   }
   if (args.work.dsinks != nullptr) {
     const float sum = block_sum(dsink, thread);

@@ -55,4 +55,11 @@ FA_DEVICE void store_eight(char* to, bool fp32, const float (&from)[8]) {
   }
 }
 
+// Where the statistics of row `r` lie in those of its tile. On Hopper a thread of the main kernel
+// reads those of its columns (acc_view.h) in groups of four.
+template <int kArch>
+FA_HOST_DEVICE constexpr int stat_position(int r) {
+  return kArch == 90 ? r / 16 * 16 + r % 8 / 2 * 4 + r % 16 / 8 * 2 + r % 2 : r;
+}
+
 }  // namespace fa

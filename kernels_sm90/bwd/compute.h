@@ -67,6 +67,12 @@ class BwdCompute {
     if (lane() == 0) mbarrier_arrive(&slots.empty[slot<kSlots>(at)]);
   }
 
+  // `from`: the statistics of the row of view column 0. [c], c a multiple of 4: those of view
+  // columns c to c + 3.
+  FA_DEVICE static const float4* statistics(const float* from) {
+    return reinterpret_cast<const float4*>(from) + lane() % 4;
+  }
+
   // Every warp for its own keys.
   FA_DEVICE void write_visible_rows(int thread) {
     const BwdTile& tile = smem_.tile;
@@ -138,12 +144,12 @@ class BwdCompute {
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }
-  FA_DEVICE void scrub_rows(int m) const {
+  FA_DEVICE void scrub_rows(int m, uint32_t at) const {
     const int first = smem_.tile.rows_lo - m * T::kTileM, end = smem_.tile.rows_hi - m * T::kTileM;
     clear_rows<T::kTileM, T::kDimQk, T::kPanelQk>(
-        smem_.q + slot<T::kSlots>(at_) * T::kTileM * T::kDimQk, first, end);
+        smem_.q + slot<T::kSlots>(at) * T::kTileM * T::kDimQk, first, end);
     clear_rows<T::kTileM, T::kDimV, T::kPanelV>(
-        smem_.dout + slot<T::kSlots>(at_) * T::kTileM * T::kDimV, first, end);
+        smem_.dout + slot<T::kDoSlots>(at) * T::kTileM * T::kDimV, first, end);
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }

@@ -12,7 +12,8 @@
 
 namespace fa::sm90 {
 
-// Warpgroup 0 makes dQ, and one lane of it brings the operands; the others make S, dP, dV and dK.
+// One lane of warpgroup 0 brings the operands; the others make S, dP, dV, dK and dQ, which is left
+// to warpgroup 0 where they share their keys.
 inline constexpr int kFirstCompute = 1;
 
 template <class Row>
@@ -20,56 +21,61 @@ struct BwdTypes {
   static constexpr KernelConfig kConfig = Row::kConfig;
   static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
-  static constexpr int kSlots = kConfig.stages, kDsSlots = kConfig.stages_ds;
   // false: every compute warpgroup owns 64 keys; true: all share the 64 keys of the tile, because
   // dV and dK of 64 keys, or they and the slopes of a softcap, are more than one warpgroup can
   // hold.
   static constexpr bool kShareKeys = kTileN == 64;
-  // dS needs P with more bits than bf16 has.
-  static constexpr bool kKeepRest = kConfig.dtype == DType::kBf16 && !kShareKeys;
+  // A block of dO goes back half a block before that of Q does.
+  static constexpr int kSlots = kConfig.stages, kDoSlots = kShareKeys ? kSlots : kSlots - 1;
+  static constexpr int kDsSlots = kConfig.stages_ds;
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
   static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;
   static constexpr int kComputeWarps = 4 * kComputes;
-  // Warps that release a slot of dS. Where the keys are shared, all compute warps meet once a block
+  // Warps that release a slot of dS, where the keys are shared: all compute warps meet once a block
   // anyway, which is soon enough for the second of two slots.
-  static constexpr bool kComputesReleaseDs = !kShareKeys || kDsSlots == 1;
+  static constexpr bool kComputesReleaseDs = kDsSlots == 1;
   static constexpr int kDsReaderWarps = 4 + (kComputesReleaseDs ? kComputeWarps : 0);
   // In deterministic calls all rows add by vector reduces.
   static constexpr bool kBulk = kConfig.dq == DqAdd::kBulk;
-  // dQ is multiplied and added in parts of 64 rows and 64 columns.
-  static constexpr int kDqFloats = 64 * 64, kDqParts = kTileM * kDimQk / kDqFloats;
-  // Columns of a swizzled panel: a warpgroup's half of 192 columns is three panels of 64 bytes.
-  static constexpr int panel(int cols) { return kShareKeys && cols % 128 != 0 ? 32 : 64; }
+  // dQ is multiplied and added in parts of 64 rows and 64 columns, or all 96.
+  static constexpr int kDqColumns = kDimQk == 96 ? 96 : 64;
+  static constexpr int kDqFloats = 64 * kDqColumns, kDqParts = kTileM * kDimQk / kDqFloats;
+  // Columns of a swizzled panel: 96 of a warpgroup are three panels of 64 bytes.
+  static constexpr int panel(int cols) { return cols % (kShareKeys ? 128 : 64) != 0 ? 32 : 64; }
   static constexpr int kPanelQk = panel(kDimQk), kPanelV = panel(kDimV);
-  static constexpr int kDqColumns = 64;  // of one part
 
   static_assert(kConfig.arch == 90 && kConfig.op == Op::kBackward);
   static_assert(kConfig.dtype == kConfig.kv_dtype,
                 "16-bit backward rows have one dtype for q, k and v");
-  static_assert(kShareKeys ? kComputes == 2 : kTileN == 64 * kComputes,
-                "compute warpgroups own 64 keys each, or two share them: tile_n is 128 and warps "
-                "12, 192 and 16, or 64 and 12");
+  static_assert(
+      kComputes == 2 && (kShareKeys || kTileN == 128),
+      "two compute warpgroups own 64 keys each, or share them: warps is 12, tile_n 128 or "
+      "64");
+  static_assert(kShareKeys ? !kBulk : kTileM == (kDimQk == 64 ? 128 : 64) && kDsSlots == 2,
+                "shared keys: dq is vector; else stages_ds is 2, and tile_m 128 at head dim 64, 64 "
+                "above");
   static_assert(kShareKeys || kConfig.score == ScoreKind::kScale,
                 "score any needs the registers that tiles of 64 keys leave: tile_n 64");
   static_assert(!kShareKeys ||
                     (kTileM == 64 && kDimQk % (2 * kPanelQk) == 0 && kDimV % (2 * kPanelV) == 0),
                 "shared keys: one panel of rows, whole panels of columns for each warpgroup");
   static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
-  static_assert(kDimQk % 64 == 0 && kDimV % 64 == 0, "head dims of a row are multiples of 64");
+  static_assert(kDimQk % kDqColumns == 0 && kDimV % kPanelV == 0,
+                "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(kConfig.dq != DqAdd::kAtomic && kConfig.dq_turns == 1);
 
-  // Registers per thread after setmaxnreg; a block starts with an equal share, 168 or 128. A
-  // compute thread holds dV and dK, P, and one of S and dP; two dozen are left for all else. Where
-  // the keys are shared it has half of P, S and dP, so that the dQ warpgroup can have two parts at
-  // hand; the softcap takes that room at head dim 256.
+  // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
+  // thread holds dV and dK, P of one block, S and dP of the next or S and dQ; two dozen are left
+  // for all else. Where the keys are shared it has half of P, S and dP, so that the dQ warpgroup
+  // can have two parts at hand; the softcap takes that room at head dim 256.
   static constexpr bool kTwoParts =
-      kShareKeys && !kBulk && (kConfig.score == ScoreKind::kScale || kDimV <= 128);
-  static constexpr int kDqRegisters = kTwoParts ? 104 : 72;
-  static constexpr int kComputeRegisters = kTwoParts ? 200 : kComputes == 2 ? 216 : 144;
-  static_assert(kDqRegisters + kComputes * kComputeRegisters == 504);
+      kShareKeys && (kConfig.score == ScoreKind::kScale || kDimV <= 128);
+  static constexpr int kFirstRegisters = !kShareKeys ? 24 : kTwoParts ? 104 : 72;
+  static constexpr int kComputeRegisters = !kShareKeys ? 240 : kTwoParts ? 200 : 216;
+  static_assert(kFirstRegisters + kComputes * kComputeRegisters == 504);
 
   using E = Element<kConfig.dtype>;
 
@@ -88,13 +94,13 @@ struct BwdTypes {
           cute::Shape<cute::Int<kCols>, cute::Int<kRows>, cute::Int<kSlots>>{},
           cute::make_stride(cute::Int<kRows>{}, cute::_1{}, cute::Int<kRows * kCols>{}))));
 
-  using LayoutQ = Tile<kTileM, kDimQk, kSlots, kPanelQk>;         // (tile_m, dim_qk, slot)
-  using LayoutQt = Transposed<kTileM, kDimQk, kSlots, kPanelQk>;  // (dim_qk, tile_m, slot)
-  using LayoutDo = Tile<kTileM, kDimV, kSlots, kPanelV>;          // (tile_m, dim_v, slot)
-  using LayoutDoT = Transposed<kTileM, kDimV, kSlots, kPanelV>;   // (dim_v, tile_m, slot)
-  using LayoutK = Tile<kTileN, kDimQk, 1, kPanelQk>;              // (tile_n, dim_qk, 1)
+  using LayoutQ = Tile<kTileM, kDimQk, kSlots, kPanelQk>;          // (tile_m, dim_qk, slot)
+  using LayoutQt = Transposed<kTileM, kDimQk, kSlots, kPanelQk>;   // (dim_qk, tile_m, slot)
+  using LayoutDo = Tile<kTileM, kDimV, kDoSlots, kPanelV>;         // (tile_m, dim_v, slot)
+  using LayoutDoT = Transposed<kTileM, kDimV, kDoSlots, kPanelV>;  // (dim_v, tile_m, slot)
+  using LayoutK = Tile<kTileN, kDimQk, 1, kPanelQk>;               // (tile_n, dim_qk, 1)
   using LayoutKt =
-      Transposed<kTileN, kDqColumns, kDimQk / kDqColumns, kPanelQk>;  // (64, tile_n, part)
+      Transposed<kTileN, kDqColumns, kDimQk / kDqColumns, kPanelQk>;  // (part, tile_n, number)
   using LayoutV = Tile<kTileN, kDimV, 1, kPanelV>;                    // (tile_n, dim_v, 1)
   using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;       // (tile_n, tile_m, slot): dSᵀ as stored
   using LayoutDs = Transposed<kTileN, kTileM, kDsSlots>;  // (tile_m, tile_n, slot)

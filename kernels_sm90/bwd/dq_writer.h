@@ -14,6 +14,27 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
                : "memory");
 }
 
+// dq = dS · K, 64 rows and 64 columns: part number `part` of the tile, panels of columns inside
+// blocks of rows.
+template <class T, class Ds, class K>
+FA_DEVICE void multiply_dq(typename T::DqAcc& dq, const Ds& ds, int slot, const K& k, int part) {
+  constexpr int kPanels = T::kDimQk / T::kDqColumns;
+  typename T::MmaDq mma;
+  auto slice = mma.get_slice(0);
+  auto a = slice.partition_fragment_A(ds);  // (MMA, tile_m / 64, MMA_K, slot)
+  auto b = slice.partition_fragment_B(k);   // (MMA, 1, MMA_K, panel)
+  cute::warpgroup_fence_operand(dq);
+  cute::warpgroup_arrive();
+  mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size<2>(a); ++i) {
+    cute::gemm(mma, a(cute::_, part / kPanels, i, slot), b(cute::_, 0, i, part % kPanels),
+               dq(cute::_, 0, 0));
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+}
+
 // Adds parts of 64 rows and 64 columns, each warp its 16 rows of them.
 template <class Row>
 class DqWriter {
@@ -33,17 +54,19 @@ class DqWriter {
   // The buffer that add() will write has been read. While the product runs: touches no accumulator.
   FA_DEVICE void reserve() const {
     if constexpr (T::kBulk) {
-      tma_store_wait_read<1>();  // lanes without a reduce pass
+      tma_store_wait_read<0>();  // lanes without a reduce pass
       __syncwarp();
     }
   }
 
-  // Part number `part` of the tile, after reserve(): panels inside blocks of 64 rows.
-  FA_DEVICE void add(const typename T::DqAcc& dq, float* tile, int part) {
-    const int at = thread() / 32 * kWarpFloats + thread() % 32 * 4;  // of the thread in a part
+  // Part number `part` of the tile, after reserve(). Bulk: by the warpgroup of that number alone.
+  FA_DEVICE void add(const typename T::DqAcc& dq, float* tile, int part) const {
+    const int in_group = thread() % kWarpgroupThreads;
+    const int at = in_group / 32 * kWarpFloats + in_group % 32 * 4;  // of the thread in a part
     float* to = tile + part * T::kDqFloats;
     if constexpr (T::kBulk)
-      if (!ordered()) return add_bulk(dq, to, at);
+      if (!ordered())
+        return add_bulk(dq, to, smem_.dq[thread() / kWarpgroupThreads - kFirstCompute], at);
     CUTE_UNROLL
     for (int i = 0; i < kChunks; ++i) {
       const float* f = dq.data() + 4 * i;
@@ -59,8 +82,9 @@ class DqWriter {
   FA_DEVICE int64_t index(int head_q, int m) const {
     return workspace_tile(args_, smem_.tile.seq, head_q, m);
   }
-  FA_DEVICE float* sum(int head_q, int m) const {
-    return args_.work.dq_sum + index(head_q, m) * (T::kTileM * T::kDimQk);
+  // `tile`: as index() counts.
+  FA_DEVICE float* sum(int64_t tile) const {
+    return args_.work.dq_sum + tile * (T::kTileM * T::kDimQk);
   }
   FA_DEVICE bool ordered() const { return args_.work.turns != nullptr; }
 
@@ -86,8 +110,7 @@ class DqWriter {
  private:
   static constexpr int kChunks = kWarpFloats / 128;
 
-  FA_DEVICE void add_bulk(const typename T::DqAcc& dq, float* to, int at) {
-    float* from = smem_.dq[slot_];
+  FA_DEVICE void add_bulk(const typename T::DqAcc& dq, float* to, float* from, int at) const {
     CUTE_UNROLL
     for (int i = 0; i < kChunks; ++i) {
       const float* f = dq.data() + 4 * i;
@@ -100,20 +123,17 @@ class DqWriter {
       tma_store_commit();
     }
     __syncwarp();
-    slot_ ^= 1;
   }
 
   FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }
 
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
-  int slot_ = 0;   // of the next part
   int seen_ = -1;  // turns of the next block that are over, if looked at
 };
 
-// dQ = dS · K for every block, by one warpgroup. Its first lane also refills the slots of Q and dO:
-// once every compute warp has stored dS of a block, all have released the block before. Where the
-// keys are shared, they release a block without needing anything of the next one.
+// Where the keys are shared: dQ for every block, by one warpgroup. Its first lane also refills the
+// slots of Q and dO: the compute warps release a block without needing anything of the next one.
 template <class Row>
 class DqStep {
   using T = BwdTypes<Row>;
@@ -135,16 +155,14 @@ class DqStep {
     }
     const int slot = at_.slot();
     mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
-    if (!T::kShareKeys && writer_.thread() == 0 && !first) loader_.next();
-    __syncwarp();
     if (writer_.ordered()) writer_.wait_turn(head_q, m);
-    float* sum = writer_.sum(head_q, m);
+    float* sum = writer_.sum(writer_.index(head_q, m));
     if constexpr (T::kTwoParts)
       add_overlapped(sum, slot);
     else
       add_parts(sum, slot);
     at_.advance();
-    if (T::kShareKeys && writer_.thread() == 0) loader_.next();
+    if (writer_.thread() == 0) loader_.next();
     __syncwarp();
   }
 
@@ -155,15 +173,12 @@ class DqStep {
   }
 
  private:
-  static constexpr int kParts = T::kDimQk / T::kDqColumns;  // of 64 rows
-
   FA_DEVICE void add_parts(float* sum, int slot) {
     // Unrolled, ptxas would move the products of one part before the reduces of another.
 #pragma unroll 1
     for (int part = 0; part < T::kDqParts; ++part) {
       typename T::DqAcc dq;
       multiply(dq, slot, part);
-      writer_.reserve();
       cute::warpgroup_wait<0>();
       cute::warpgroup_fence_operand(dq);
       if (part == T::kDqParts - 1 && writer_.thread() % 32 == 0)
@@ -193,20 +208,7 @@ class DqStep {
   FA_DEVICE void multiply(typename T::DqAcc& dq, int slot, int part) const {
     auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDs{});
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutKt{});
-    typename T::MmaDq mma;
-    auto slice = mma.get_slice(0);
-    auto a = slice.partition_fragment_A(ds);  // (MMA, tile_m / 64, MMA_K, slot)
-    auto b = slice.partition_fragment_B(k);   // (MMA, 1, MMA_K, panel)
-    cute::warpgroup_fence_operand(dq);
-    cute::warpgroup_arrive();
-    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size<2>(a); ++i) {
-      cute::gemm(mma, a(cute::_, part / kParts, i, slot), b(cute::_, 0, i, part % kParts),
-                 dq(cute::_, 0, 0));
-      mma.accumulate_ = cute::GMMA::ScaleOut::One;
-    }
-    cute::warpgroup_commit_batch();
+    multiply_dq<T>(dq, ds, slot, k, part);
   }
 
   BwdSmem<Row>& smem_;

@@ -65,11 +65,13 @@ class BwdEpilogue {
     constexpr DType kType = T::kConfig.dtype;
     constexpr int kChunks = kColumns<Acc> / 8;
     const int lane = thread_ % 32, left = first_column<Acc>();
-    // Panels of 64 columns, however V lay there.
+    // Panels of 64 columns, however V lay there, or of 32. Rows of 64 bytes in pairs: 8 keys fill
+    // all banks.
+    constexpr int kPanel = T::kDimV % 64 == 0 ? 64 : 32, kOf = kPanel / 8;
     const auto address = [&](int key, int chunk) {
       chunk += left / 8;
-      return reinterpret_cast<char*>(smem_.v) + chunk / 8 * T::kTileN * 128 + key * 128 +
-             ((chunk % 8 ^ key % 8) * 16);
+      return reinterpret_cast<char*>(smem_.v) + (chunk / kOf * T::kTileN + key) * kPanel * 2 +
+             ((chunk ^ key * kOf / 8) % kOf * 16);
     };
     CUTE_UNROLL
     for (int i = 0; i < kColumns<Acc> / 16; ++i) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does one thread block run? One key tile of one key head: a warpgroup loads and makes dQ, two
-// more the rest, over all query blocks of all heads of the group.
+// How does one thread block run? One key tile of one key head: a warpgroup loads, two more
+// multiply, over all query blocks of all heads of the group.
 #pragma once
 
 #include "kernels_common/device/grid_order.h"
@@ -78,9 +78,10 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
   const int group = params.args.group;
   const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
   if (warpgroup < kFirstCompute) {
-    shrink_registers<T::kDqRegisters>();
-    if (tile.has_work()) {
-      const BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
+    shrink_registers<T::kFirstRegisters>();
+    if (!tile.has_work()) return;
+    BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
+    if constexpr (T::kShareKeys) {
       DqStep<Row> step(smem, params.args, loader);
 #pragma unroll 1
       for (int g = 0; g < group; ++g)
@@ -88,6 +89,9 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
         for (int m = tile.range.begin; m < tile.range.end; ++m)
           step.next(tile.head_k * group + g, m, g == 0 && m == tile.range.begin);
       step.finish((tile.head_k + 1) * group - 1);
+    } else if (threadIdx.x == 0) {
+      loader.begin();
+      loader.finish();
     }
   } else {
     grow_registers<T::kComputeRegisters>();

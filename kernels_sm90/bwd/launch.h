@@ -48,7 +48,7 @@ fa_status encode_bwd_maps(const BwdArgs& args, BwdParams<Row>* params) {
 }
 
 template <class Row>
-using DqOrder = AccumulatorOrder<BwdTypes<Row>::kDimQk>;
+using DqOrder = AccumulatorOrder<BwdTypes<Row>::kDimQk, BwdTypes<Row>::kDqColumns>;
 
 template <class Row>
 const void* function() {

@@ -32,17 +32,24 @@ class BwdLoader {
     for (int i = 1; i < T::kSlots; ++i) next();
   }
 
+  // All that begin() has left.
+  FA_DEVICE void finish() {
+    while (more()) next();
+  }
+
   // The next block, once all readers of its slots have released them.
   FA_DEVICE void next() {
-    if (head_ == (smem_.tile.head_k + 1) * args_.group) return;
+    if (!more()) return;
     load_q();
     load_do();
     advance();
   }
 
  private:
+  FA_DEVICE bool more() const { return head_ != (smem_.tile.head_k + 1) * args_.group; }
   FA_DEVICE void advance() {
     at_.advance();
+    do_at_.advance();
     if (++m_ < smem_.tile.range.end) return;
     m_ = smem_.tile.range.begin;
     ++head_;
@@ -58,8 +65,8 @@ class BwdLoader {
   }
 
   FA_DEVICE void load_do() const {
-    const int slot = at_.slot();
-    mbarrier_wait(&smem_.do_slots.empty[slot], at_.parity());
+    const int slot = do_at_.slot();
+    mbarrier_wait(&smem_.do_slots.empty[slot], do_at_.parity());
     uint64_t* full = &smem_.do_slots.full[slot];
     mbarrier_expect(full, T::kDoBytes + T::kStatBytes);
     load_rows<T::kDimV, T::kPanelV>(do_map_, smem_.dout + slot * T::kTileM * T::kDimV, full);
@@ -97,6 +104,7 @@ class BwdLoader {
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
   SlotCursor<T::kSlots> at_{1};
+  SlotCursor<T::kDoSlots> do_at_{1};
   int head_ = 0, m_ = 0;  // of the next block
 };
 

@@ -110,14 +110,16 @@ class BwdWideStep : public BwdCompute<Row> {
     Score slopes;  // of the softcap
     if constexpr (Policy::kHasCap) cap_derivatives(scores, acc_view(slopes), key - row);
     if constexpr (Edge::kMasked) Base::hide(scores, m * T::kTileM + first);
+    const float4* lse = Base::statistics(smem_.lse_log2[slot] + warpgroup() * kRows);
     CUTE_UNROLL
-    for (int c = 0; c < kRows / 4; c += 2) {
-      const float2 lse =
-          *reinterpret_cast<const float2*>(smem_.lse_log2[slot] + first + acc_col(c));
+    for (int c = 0; c < kRows / 4; c += 4) {
+      const float4 l = lse[c];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        scores(r, c) = exp2_approx(scores(r, c) * args_.scale_log2 - lse.x);
-        scores(r, c + 1) = exp2_approx(scores(r, c + 1) * args_.scale_log2 - lse.y);
+        scores(r, c) = exp2_approx(scores(r, c) * args_.scale_log2 - l.x);
+        scores(r, c + 1) = exp2_approx(scores(r, c + 1) * args_.scale_log2 - l.y);
+        scores(r, c + 2) = exp2_approx(scores(r, c + 2) * args_.scale_log2 - l.z);
+        scores(r, c + 3) = exp2_approx(scores(r, c + 3) * args_.scale_log2 - l.w);
       }
     }
     store(s, smem_.p);
@@ -128,18 +130,21 @@ class BwdWideStep : public BwdCompute<Row> {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dp);
     auto view = acc_view(dp);
+    const float4* delta = Base::statistics(smem_.delta[slot] + warpgroup() * kRows);
     CUTE_UNROLL
-    for (int c = 0; c < kRows / 4; c += 2) {
-      const float2 delta = *reinterpret_cast<const float2*>(smem_.delta[slot] + first + acc_col(c));
+    for (int c = 0; c < kRows / 4; c += 4) {
+      const float4 d = delta[c];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
-        view(r, c) = times<Edge>(scores(r, c), view(r, c) - delta.x);
-        view(r, c + 1) = times<Edge>(scores(r, c + 1), view(r, c + 1) - delta.y);
+        view(r, c) = times<Edge>(scores(r, c), view(r, c) - d.x);
+        view(r, c + 1) = times<Edge>(scores(r, c + 1), view(r, c + 1) - d.y);
+        view(r, c + 2) = times<Edge>(scores(r, c + 2), view(r, c + 2) - d.z);
+        view(r, c + 3) = times<Edge>(scores(r, c + 3), view(r, c + 3) - d.w);
       }
     }
     store(dp, smem_.ds);
     if constexpr (Edge::kMasked)
-      if (smem_.tile.ragged(m, T::kTileM)) Base::scrub_rows(m);
+      if (smem_.tile.ragged(m, T::kTileM)) Base::scrub_rows(m, at_);
     fence_async_shared();
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(&smem_.ds_slots.full[ds_slot]);

@@ -25,18 +25,18 @@ Place accumulator(int thread, int i) {
   return Place{thread / 32 * 16 + lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2};
 }
 
-// The main kernel multiplies a tile in parts of 64 rows and 64 columns and adds each thread's four
-// values at `at(part, thread, four)`.
+// The main kernel multiplies a tile in parts of 64 rows and `columns` columns and adds each
+// thread's four values at `at(part, thread, four, columns)`.
 template <class Order, class At>
-void check_order(int tile_m, int dim, At at) {
+void check_order(int tile_m, int dim, int columns, At at) {
   std::vector<int> seen(static_cast<size_t>(tile_m * dim), 0);
-  const int panels = dim / 64;
+  const int panels = dim / columns;
   for (int part = 0; part < tile_m / 64 * panels; ++part)
     for (int thread = 0; thread < 128; ++thread)
-      for (int i = 0; i < 32; ++i) {
+      for (int i = 0; i < columns / 2; ++i) {
         const Place p = accumulator(thread, i);
-        const int row = part / panels * 64 + p.row, col = part % panels * 64 + p.col;
-        const int put = at(part, thread, i / 4) + i % 4;
+        const int row = part / panels * 64 + p.row, col = part % panels * columns + p.col;
+        const int put = at(part, thread, i / 4, columns) + i % 4;
         expect(put == Order::offset(row, col), here(), "(%d, %d) lies at %d, convert reads %d", row,
                col, put, Order::offset(row, col));
         ++seen[static_cast<size_t>(put)];
@@ -49,20 +49,22 @@ void check_order(int tile_m, int dim, At at) {
                "columns of a run lie together");
 }
 
-// 1024 values of each warp after each other, 128 of them of one reduce.
-int by_warp(int part, int thread, int four) {
-  return part * 4096 + thread / 32 * 1024 + four * 128 + thread % 32 * 4;
+// The values of each warp after each other, 128 of them of one reduce.
+int by_warp(int part, int thread, int four, int columns) {
+  return (part * 4 + thread / 32) * 16 * columns + four * 128 + thread % 32 * 4;
 }
 
-template <int kDim>
+template <int kDim, int kColumns = 64>
 void check_dim() {
-  for (int tile_m : {64, 128, 192}) check_order<AccumulatorOrder<kDim>>(tile_m, kDim, by_warp);
+  for (int tile_m : {64, 128, 192})
+    check_order<AccumulatorOrder<kDim, kColumns>>(tile_m, kDim, kColumns, by_warp);
 }
 
 }  // namespace
 
 int main() {
   check_dim<64>();
+  check_dim<96, 96>();
   check_dim<128>();
   check_dim<192>();
   check_dim<256>();
