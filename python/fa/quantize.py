@@ -152,10 +152,10 @@ def _by_head(x: Tensor, heads_k: int) -> tuple[Tensor, Tensor]:
         ones = torch.ones((batch, heads_k) if heads_k else (1,), device=x.device)
         return x.to(FP8), ones
     if heads_k == 0:
-        factor = _factor(x.abs().amax()).reshape(1)
+        factor = _factor(_largest(x)).reshape(1)
         return _divide(x, factor), factor
     groups = x.unflatten(-2, (heads_k, -1))  # [..., rows, heads_k, group, D]
-    largest = groups.abs().amax(dim=(-1, -2)).amax(dim=-2)  # [B, heads_k] or [heads_k]
+    largest = _largest(groups, (-1, -2)).amax(dim=-2)  # [B, heads_k] or [heads_k]
     factor = _factor(largest)
     divided = _divide(groups, factor[..., None, :, None, None])
     return divided.flatten(-3, -2), factor.reshape(-1, heads_k)
@@ -166,13 +166,23 @@ def _by_block(x: Tensor, block: int) -> tuple[Tensor, Tensor]:
     blocks = -(-rows // block)
     if x.numel() == 0:
         return x.to(FP8), torch.ones((batch, heads, blocks), device=x.device)
-    largest = x.abs().amax(dim=-1)  # [B, S, H]
+    largest = _largest(x, (-1,))  # [B, S, H]
     largest = torch.nn.functional.pad(largest, (0, 0, 0, blocks * block - rows))
     factor = _factor(largest.unflatten(1, (blocks, block)).amax(dim=2))  # [B, blocks, H]
     rows_of = factor.repeat_interleave(block, dim=1)[:, :rows, :, None]
     return _divide(x, rows_of), factor.transpose(1, 2).contiguous()
 
 
+def _largest(x: Tensor, dim: tuple[int, ...] | None = None) -> Tensor:
+    """Largest magnitude along `dim`, read once; NaN wins."""
+    return torch.linalg.vector_norm(x, float("inf"), dim)
+
+
 def _divide(x: Tensor, factor: Tensor) -> Tensor:
-    """Rounding of the quotient may end just above 448, which is NaN in torch's conversion."""
-    return (x.float() / factor).clamp(-LARGEST, LARGEST).to(FP8)
+    """x / factor in fp32, rounded to e4m3: on a GPU one kernel, no tensor in between.
+
+    The largest quotient is 448 but for the rounding of the division, which e4m3 does not see.
+    """
+    if x.requires_grad and torch.is_grad_enabled():  # no `out` then; the attention refuses it
+        return (x.float() / factor).to(FP8)
+    return torch.div(x, factor, out=torch.empty_like(x, dtype=FP8))
