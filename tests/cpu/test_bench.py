@@ -39,7 +39,7 @@ from bench_cells import (
 )
 from bench_models import model_cells, small
 from bench_report import page
-from bench_tables import change_table, figure, forward_table
+from bench_tables import change_table, columns_of, figure, forward_table
 from fa import reference
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -448,3 +448,24 @@ def test_what_a_run_refuses_is_kept_for_the_comparison(
     assert run.refused == {(bench.cells.cell_key(line), "cpu")}
     assert any("no row for it" in note for note in run.notes)
     capsys.readouterr()
+
+
+def test_peers_are_named_with_what_they_never_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    import bench_impls
+
+    report = bench_impls.peer_report({"fa4": "flash_attn.cute"}, True)
+    assert any(
+        line.startswith("peer fa4: flash_attn.cute") and "16 bits" in line for line in report
+    )
+    assert "peer fa3: absent, no module fa3_fwd_interface or flash_attn_interface" in report
+    monkeypatch.setattr(bench_impls, "MODULES", {})
+    monkeypatch.delenv(bench_impls.KEEP_COMPILED, raising=False)
+    assert bench_impls.peer_modules() == {}
+    assert os.environ[bench_impls.KEEP_COMPILED] == "1", "before it is imported"
+
+
+def test_columns_of_a_table_have_one_order() -> None:
+    names = ("fa4", "cudnn", "fa3", "fa2", "fa sm90", "fa sm80")
+    cells: dict[tuple[str, ...], dict[str, Record]] = {(): dict.fromkeys(names, {})}
+    assert columns_of(cells) == ["fa sm90", "fa sm80", "fa2", "cudnn", "fa3", "fa4"]
