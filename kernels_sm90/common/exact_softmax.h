@@ -59,13 +59,56 @@ struct ExactSoftmax {
     if (!__any_sync(0xffffffffu, other)) return false;
     float m[2];
     look_again(softmax, scores, top, m);
+    take(softmax, m, scale_log2);
+    return true;
+  }
+
+  // The same by floats, for maxima of any sign, without a vote.
+  template <class View>
+  FA_DEVICE static void adopt_any(OnlineSoftmax<2>& softmax, const View& scores, float scale_log2) {
+    float m[2];
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
-      softmax.alpha[r] =
-          softmax.max[r] == -INFINITY ? 0.f : exp2_approx((softmax.max[r] - m[r]) * scale_log2);
-      softmax.max[r] = m[r];
+      float y = softmax.max[r];
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
+      y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
+      m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
     }
-    return true;
+    take(softmax, m, scale_log2);
+  }
+
+  // Without a vote: what find() found, where all rows of this warp had a maximum above 0
+  // before. It never falls, so that one look at it serves a tile. kGuarded: with the questions for
+  // empty rows, which have the same answer here; the compiler orders the two forms differently.
+  template <bool kGuarded>
+  FA_DEVICE static void adopt_positive(OnlineSoftmax<2>& softmax, const int (&top)[2],
+                                       float scale_log2) {
+    const float m[2] = {__int_as_float(top[0]), __int_as_float(top[1])};
+    if constexpr (kGuarded) {
+      take(softmax, m, scale_log2);
+    } else {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        softmax.alpha[r] = exp2_approx((softmax.max[r] - m[r]) * scale_log2);
+        softmax.max[r] = m[r];
+      }
+    }
+  }
+
+  // Probabilities of a block in place, added to the sums of this lane's, in the order of
+  // probabilities(). `shift`: what is subtracted, per row.
+  template <class Scores>
+  FA_DEVICE static void in_place(Scores& scores, float scale_log2, const float (&shift)[2],
+                                 float (&sums)[2]) {
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(scores) / 2; ++i) {
+      float& a = scores.data()[2 * i];
+      float& b = scores.data()[2 * i + 1];
+      a = exp2_approx(a * scale_log2 - shift[i % 2]);
+      b = exp2_approx(b * scale_log2 - shift[i % 2]);
+      sums[i % 2] += a + b;
+    }
   }
 
   // Probabilities of a block, packed in the order of the accumulator, and the sums of this lane's.
@@ -80,6 +123,16 @@ struct ExactSoftmax {
       const float b = exp2_approx(scores.data()[2 * i + 1] * scale_log2 - shift[i % 2]);
       sums[i % 2] += a + b;
       packed.data()[i] = pack_pair<kType>(a, b);
+    }
+  }
+
+ private:
+  FA_DEVICE static void take(OnlineSoftmax<2>& softmax, const float (&m)[2], float scale_log2) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      softmax.alpha[r] =
+          softmax.max[r] == -INFINITY ? 0.f : exp2_approx((softmax.max[r] - m[r]) * scale_log2);
+      softmax.max[r] = m[r];
     }
   }
 };

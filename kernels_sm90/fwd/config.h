@@ -73,8 +73,7 @@ struct FwdTypes {
   static constexpr bool kExact = kConfig.rescale == Rescale::kExact;
   // Unmasked tiles of 192 rows: few a head. The first block of a tile counts, and so does which
   // blocks get a head's short last tile.
-  static constexpr bool kTallUnmasked =
-      kConsumers == 3 && kChecked && kConfig.mask == MaskKind::kNone;
+  static constexpr bool kTallUnmasked = kConsumers == 3 && !kFp8 && kConfig.mask == MaskKind::kNone;
   // The first block of a tile, or every one, has its maximum found as integers.
   static constexpr bool kIntegerFirst = kExact || kTallUnmasked;
   // Row sums are touched once a block: beside a wide O their registers are worth more.

@@ -35,12 +35,16 @@ def ramp(shape: str) -> Tensor:
         return position * 0.1
     if shape == "falling":
         return (KEYS - 1 - position) * 0.1
+    if shape == "negative":
+        return position * 0.1 - 200
+    if shape == "turning":  # negative in the blocks that a tile begins with
+        return (KEYS - 1 - position) * 0.3 - 50
     return 40.0 * (position == {"first": 3, "last": KEYS - 2}[shape])
 
 
 @harness.each_backend()
 @pytest.mark.parametrize("causal", (False, True))
-@pytest.mark.parametrize("shape", ("rising", "falling", "first", "last"))
+@pytest.mark.parametrize("shape", ("rising", "falling", "first", "last", "negative", "turning"))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", (64, 128, 256))
 def test_maxima_that_grow(
@@ -54,7 +58,7 @@ def test_maxima_that_grow(
 
 
 @harness.each_backend()
-@pytest.mark.parametrize("shape", ("rising", "falling", "first"))
+@pytest.mark.parametrize("shape", ("rising", "falling", "first", "negative", "turning"))
 @pytest.mark.parametrize("dim", (64, 128))
 def test_one_row_of_sixteen(dim: int, shape: str, backend: str) -> None:
     """The rows between must not be touched by what their neighbours take over."""
@@ -64,14 +68,15 @@ def test_one_row_of_sixteen(dim: int, shape: str, backend: str) -> None:
     harness.check_tensors(backend, q, k, v)
 
 
+@pytest.mark.parametrize("shape", ("falling", "negative", "turning"))
 @pytest.mark.parametrize("causal", (False, True))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", (64, 128))
-def test_a_row_alone(dim: int, dtype: torch.dtype, causal: bool) -> None:
-    """Bits of a row do not depend on the maxima of the rows beside it."""
+def test_a_row_alone(dim: int, dtype: torch.dtype, causal: bool, shape: str) -> None:
+    """Bits of a row do not depend on the maxima of the rows beside it, nor on their signs."""
     backend = "sm90" if "sm90" in harness.backends() else harness.backends()[0]
     q, k, v = tensors(dim, dtype)
-    k[..., 0] = (ramp("falling") * dim**0.5 / 4)[:, None]
+    k[..., 0] = (ramp(shape) * dim**0.5 / 4)[:, None]
     wild = q.clone()
     wild[..., 0] = 4
     kept = [0, 5, 64, 77, 130, 191, 255, QUERIES - 1]

@@ -13,14 +13,13 @@ from harness import randn
 from torch import Tensor
 
 import fa
-import gen_variants
 from fa import reference
 
 LENGTH = 2048
-# Root mean square of our errors over that of FlashAttention 3, which takes every maximum over: its
-# largest probability is 1 and needs no rounding. A row of the table with rescale=checked rounds it
-# like the others (docs/numerics.md): 1.02 to 1.18 times the error in an emulation, by the values.
-EXACT, CHECKED = 1.005, 1.25
+# Root mean square of our errors over that of FlashAttention 3. Both take every maximum over: the
+# largest probability is 1 and needs no rounding. Tiles of other widths round the others at
+# other moments.
+MOST = 1.005
 
 
 def outliers(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -47,13 +46,6 @@ def peer() -> Callable[..., Tensor]:
     pytest.skip("FlashAttention 3 cannot be imported: nothing to compare with")
 
 
-def checked(plan: str) -> bool:
-    """Whether the row that a plan names keeps a maximum that grew by little."""
-    rows = gen_variants.parse(gen_variants.TABLE.read_text())
-    (knobs,) = (row.knobs for row in rows if row.id in plan.split())
-    return "rescale=checked" in knobs
-
-
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("values", VALUES)
 @pytest.mark.parametrize("dim", [64, 128, 256])
@@ -68,8 +60,6 @@ def test_error_against_fp64(
     exact, _ = reference.attention(q, k, v, causal=causal)
     with fa.backend("sm90"), torch.no_grad():
         ours = fa.attention(q, k, v, causal=causal)
-        plan = fa.explain(q, k, v, causal=causal)
-    bound = CHECKED if checked(plan) else EXACT
     try:
         answer = function(q, k, v, causal=causal)
     except RuntimeError as error:  # its wheel on PyPI is built for bf16 alone
@@ -84,7 +74,7 @@ def test_error_against_fp64(
         f"{dtype} D{dim} {values} {'causal' if causal else 'full'}: rms {rms[0]:.3e} / {rms[1]:.3e}"
         f" = {rms[0] / rms[1]:.4f}, largest {top[0]:.3e} / {top[1]:.3e}"
     )
-    assert rms[0] <= bound * rms[1], f"rms error {rms[0]:.4e}, FlashAttention 3 has {rms[1]:.4e}"
+    assert rms[0] <= MOST * rms[1], f"rms error {rms[0]:.4e}, FlashAttention 3 has {rms[1]:.4e}"
     # The largest of a million errors is a matter of luck within one unit of the last place.
     unit = torch.finfo(dtype).eps * float(exact.abs().max()) / 2
     assert top[0] <= top[1] + unit, f"largest error {top[0]:.4e}, FlashAttention 3 has {top[1]:.4e}"
