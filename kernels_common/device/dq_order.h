@@ -16,7 +16,7 @@ namespace fa {
 
 // As the accumulators of products of 64 rows and kColumns columns hold it, one product after the
 // other: four values lie together that belong to one thread, 128 of a vector reduce to one warp,
-// 16 * kColumns of a bulk reduce as well; columns (c, c + 1) of row r, then of row r + 8.
+// 16 * kColumns as well; columns (c, c + 1) of row r, then of row r + 8.
 template <int kDim, int kColumns = 64>
 struct AccumulatorOrder {
   static constexpr int kRun = 2;

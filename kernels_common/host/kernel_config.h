@@ -18,9 +18,8 @@ enum class StepKind : int { kOverlap = 0, kSerial = 1 };   // column `step`
 // Columns `knobs`: key=value, each a policy.
 enum class Turns : int { kNone = 0, kGemm = 1 };
 enum class Rescale : int { kAlways = 0, kVoted = 1, kChecked = 2, kExact = 3 };
-// How a tile of dQ reaches its fp32 sum: single atomics, vector reduces, or bulk reduces out of
-// shared memory, one of each warp.
-enum class DqAdd : int { kAtomic = 0, kVector = 1, kBulk = 2 };
+// How a tile of dQ reaches its fp32 sum: single atomics or vector reduces.
+enum class DqAdd : int { kAtomic = 0, kVector = 1 };
 
 struct KernelConfig {
   int arch;  // 80, 90

@@ -36,8 +36,6 @@ struct BwdTypes {
   // anyway, which is soon enough for the second of two slots.
   static constexpr bool kComputesReleaseDs = kDsSlots == 1;
   static constexpr int kDsReaderWarps = 4 + (kComputesReleaseDs ? kComputeWarps : 0);
-  // In deterministic calls all rows add by vector reduces.
-  static constexpr bool kBulk = kConfig.dq == DqAdd::kBulk;
   // dQ is multiplied and added in parts of 64 rows and 64 columns, or all 96.
   static constexpr int kDqColumns = kDimQk == 96 ? 96 : 64;
   static constexpr int kDqFloats = 64 * kDqColumns, kDqParts = kTileM * kDimQk / kDqFloats;
@@ -52,9 +50,8 @@ struct BwdTypes {
       kComputes == 2 && (kShareKeys || kTileN == 128),
       "two compute warpgroups own 64 keys each, or share them: warps is 12, tile_n 128 or "
       "64");
-  static_assert(kShareKeys ? !kBulk : kTileM == (kDimQk == 64 ? 128 : 64) && kDsSlots == 2,
-                "shared keys: dq is vector; else stages_ds is 2, and tile_m 128 at head dim 64, 64 "
-                "above");
+  static_assert(kShareKeys || (kTileM == (kDimQk == 64 ? 128 : 64) && kDsSlots == 2),
+                "own keys: stages_ds is 2, and tile_m 128 at head dim 64, 64 above");
   static_assert(kShareKeys || kConfig.score == ScoreKind::kScale,
                 "score any needs the registers that tiles of 64 keys leave: tile_n 64");
   static_assert(!kShareKeys ||
@@ -65,7 +62,7 @@ struct BwdTypes {
                 "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.dq != DqAdd::kAtomic && kConfig.dq_turns == 1);
+  static_assert(kConfig.dq == DqAdd::kVector && kConfig.dq_turns == 1);
 
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
   // thread holds dV and dK, P of one block, S and dP of the next or S and dQ; two dozen are left

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does a tile of dQ reach its fp32 sum in global memory? Vector reduces out of the accumulator
-// or bulk reduces out of shared memory; vector reduces in turns where the call is deterministic.
+// How does a tile of dQ reach its fp32 sum in global memory? By vector reduces out of the
+// accumulator, in turns where the call is deterministic.
 #pragma once
 
 #include "kernels_common/device/dq_turns.h"
@@ -51,32 +51,16 @@ class DqWriter {
     return index;
   }
 
-  // The buffer that add() will write has been read. While the product runs: touches no accumulator.
-  FA_DEVICE void reserve() const {
-    if constexpr (T::kBulk) {
-      tma_store_wait_read<0>();  // lanes without a reduce pass
-      __syncwarp();
-    }
-  }
-
-  // Part number `part` of the tile, after reserve(). Bulk: by the warpgroup of that number alone.
+  // Part number `part` of the tile.
   FA_DEVICE void add(const typename T::DqAcc& dq, float* tile, int part) const {
     const int in_group = thread() % kWarpgroupThreads;
     const int at = in_group / 32 * kWarpFloats + in_group % 32 * 4;  // of the thread in a part
     float* to = tile + part * T::kDqFloats;
-    if constexpr (T::kBulk)
-      if (!ordered())
-        return add_bulk(dq, to, smem_.dq[thread() / kWarpgroupThreads - kFirstCompute], at);
     CUTE_UNROLL
     for (int i = 0; i < kChunks; ++i) {
       const float* f = dq.data() + 4 * i;
       reduce_add(to + at + i * 128, f[0], f[1], f[2], f[3]);
     }
-  }
-
-  // Every add has been performed.
-  FA_DEVICE void finish() const {
-    if constexpr (T::kBulk) tma_store_wait();
   }
 
   FA_DEVICE int64_t index(int head_q, int m) const {
@@ -109,21 +93,6 @@ class DqWriter {
 
  private:
   static constexpr int kChunks = kWarpFloats / 128;
-
-  FA_DEVICE void add_bulk(const typename T::DqAcc& dq, float* to, float* from, int at) const {
-    CUTE_UNROLL
-    for (int i = 0; i < kChunks; ++i) {
-      const float* f = dq.data() + 4 * i;
-      *reinterpret_cast<float4*>(from + at + i * 128) = make_float4(f[0], f[1], f[2], f[3]);
-    }
-    fence_async_shared();
-    __syncwarp();
-    if (thread() % 32 == 0) {
-      bulk_reduce(to + at, from + at, kWarpFloats * 4);
-      tma_store_commit();
-    }
-    __syncwarp();
-  }
 
   FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }
 
@@ -169,7 +138,6 @@ class DqStep {
   // `head_q`: the last one.
   FA_DEVICE void finish(int head_q) const {
     if (writer_.ordered()) writer_.pass_last_turn(head_q, smem_.tile.range.end - 1);
-    writer_.finish();
   }
 
  private:

@@ -20,11 +20,10 @@ struct BwdSmem {
   alignas(kBwdSmemAlign) E dout[cute::cosize_v<typename T::LayoutDo>];
   alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
   alignas(kBwdSmemAlign) E p[T::kShareKeys ? cute::cosize_v<typename T::LayoutDsT> : 0];
-  alignas(128) float dq[T::kBulk ? 2 : 0][T::kDqFloats];  // read by bulk reduces
-  alignas(16) float lse_log2[T::kSlots][T::kTileM];       // arrive with Q
-  alignas(16) float delta[T::kDoSlots][T::kTileM];        // arrive with dO
-  SlotBarriers<T::kSlots> q_slots;                        // readers: compute warps
-  SlotBarriers<T::kDoSlots> do_slots;                     // readers: compute warps
+  alignas(16) float lse_log2[T::kSlots][T::kTileM];  // arrive with Q
+  alignas(16) float delta[T::kDoSlots][T::kTileM];   // arrive with dO
+  SlotBarriers<T::kSlots> q_slots;                   // readers: compute warps
+  SlotBarriers<T::kDoSlots> do_slots;                // readers: compute warps
   SlotBarriers<T::kDsSlots> ds_slots;  // shared keys: written by compute warps, read by dQ's
   int turn;  // own keys, in turns: workspace tile of the block whose adds are issued
   uint64_t k_full, v_full;

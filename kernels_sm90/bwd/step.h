@@ -59,7 +59,6 @@ class BwdStep : public BwdCompute<Row> {
     if (makes_dq()) {
       DqAcc dq;
       issue_dq(dq);
-      writer_.reserve();
       cute::warpgroup_wait<0>();
       add_dq(dq);
     }
@@ -73,7 +72,6 @@ class BwdStep : public BwdCompute<Row> {
       sync<T::kComputeThreads>(Barrier::kOperands);
       pass_turn();
     }
-    writer_.finish();
   }
 
  private:
@@ -88,7 +86,6 @@ class BwdStep : public BwdCompute<Row> {
       issue_dq(dq);
       issue_scores(s, at_ + 1);
       issue_dv();
-      writer_.reserve();
       cute::warpgroup_wait<2>();  // dQ is there
       add_dq(dq);
     } else {

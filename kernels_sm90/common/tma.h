@@ -54,23 +54,11 @@ FA_DEVICE void tma_store(const TensorMap& map, const void* shared, BoxCoord at) 
       : "memory");
 }
 
-// Adds fp32 values to contiguous ones; part of the bulk group that tma_store_commit() closes.
-FA_DEVICE void bulk_reduce(float* global, const float* shared, uint32_t bytes) {
-  asm volatile(
-      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
-      "r"(shared_address(shared)), "r"(bytes)
-      : "memory");
-}
-
 FA_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// This thread's stores have read shared memory, but for its last kPending groups.
-template <int kPending = 0>
+// This thread's stores have read shared memory.
 FA_DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
-
-// This thread's stores have been performed.
-FA_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace fa::sm90
