@@ -46,17 +46,9 @@ def peer() -> Callable[..., Tensor]:
     pytest.skip("FlashAttention 3 cannot be imported: nothing to compare with")
 
 
-@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
-@pytest.mark.parametrize("values", VALUES)
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_error_against_fp64(
-    dtype: torch.dtype, dim: int, values: str, causal: bool, cuda_only: None
-) -> None:
-    if "sm90" not in harness.backends():
-        pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
+def compare(q: Tensor, k: Tensor, v: Tensor, causal: bool, name: str) -> None:
+    """Root mean square and largest error of sm90 rows, each beside those of FlashAttention 3."""
     function = peer()
-    q, k, v = (VALUES[values](1, LENGTH, 4, dim, dtype=dtype, seed=n) for n in range(3))
     exact, _ = reference.attention(q, k, v, causal=causal)
     with fa.backend("sm90"), torch.no_grad():
         ours = fa.attention(q, k, v, causal=causal)
@@ -71,10 +63,37 @@ def test_error_against_fp64(
     rms = [float(e.square().mean().sqrt()) for e in errors]
     top = [float(e.abs().max()) for e in errors]
     print(
-        f"{dtype} D{dim} {values} {'causal' if causal else 'full'}: rms {rms[0]:.3e} / {rms[1]:.3e}"
+        f"{name} {'causal' if causal else 'full'}: rms {rms[0]:.3e} / {rms[1]:.3e}"
         f" = {rms[0] / rms[1]:.4f}, largest {top[0]:.3e} / {top[1]:.3e}"
     )
     assert rms[0] <= MOST * rms[1], f"rms error {rms[0]:.4e}, FlashAttention 3 has {rms[1]:.4e}"
     # The largest of a million errors is a matter of luck within one unit of the last place.
-    unit = torch.finfo(dtype).eps * float(exact.abs().max()) / 2
+    unit = torch.finfo(q.dtype).eps * float(exact.abs().max()) / 2
     assert top[0] <= top[1] + unit, f"largest error {top[0]:.4e}, FlashAttention 3 has {top[1]:.4e}"
+
+
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_error_against_fp64(
+    dtype: torch.dtype, dim: int, values: str, causal: bool, cuda_only: None
+) -> None:
+    if "sm90" not in harness.backends():
+        pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
+    q, k, v = (VALUES[values](1, LENGTH, 4, dim, dtype=dtype, seed=n) for n in range(3))
+    compare(q, k, v, causal, f"{dtype} D{dim} {values}")
+
+
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_error_of_packed_query_heads(dim: int, values: str, cuda_only: None) -> None:
+    """Calls whose query heads share tiles; split where the library chooses to."""
+    if "sm90" not in harness.backends():
+        pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
+    q = VALUES[values](2, 48, 16, dim, dtype=torch.bfloat16, seed=0)
+    k, v = (VALUES[values](2, LENGTH, 4, dim, dtype=torch.bfloat16, seed=n) for n in (1, 2))
+    with fa.backend("sm90"):
+        plan = fa.explain(q, k, v, causal=True)
+    assert f"sm90_fwd_bf16_d{dim}_band_gqa" in plan
+    compare(q, k, v, True, f"packed D{dim} {values}")
