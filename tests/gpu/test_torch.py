@@ -291,10 +291,10 @@ def test_plan_is_named(cuda_only: None) -> None:
 
 
 def test_fallback_to_an_ampere_row_is_named(cuda_only: None) -> None:
-    """No Hopper row splits the keys: an Ampere row does, and the plan says so."""
+    """No Hopper row splits the keys of single heads: an Ampere row does, and the plan says so."""
     if set(harness.backends()) != {"sm80", "sm90"}:
         pytest.skip(f"needs rows of both architectures, {harness.backends()} run here")
-    q, k, v = randn(100, 4, 64), randn(130, 2, 64, seed=1), randn(130, 2, 64, seed=2)
+    q, k, v = randn(100, 4, 64), randn(130, 4, 64, seed=1), randn(130, 4, 64, seed=2)
     options = {"cu_seqlens_q": ints(0, 40, 100), "cu_seqlens_k": ints(0, 30, 130), "num_splits": 2}
     plan = fa.explain(q, k, v, causal=True, **options)
     assert plan.split("\nrow ", 1)[1].split()[0].startswith("sm80_"), plan
