@@ -17,6 +17,7 @@ enum class Barrier : int {
               // backward: its turn to add to dQ has come; 128 threads
   kDq = 8,    // backward, shared keys: the dQ warpgroup around its turn; 128 threads
   kOperands = 9,  // backward: P and dS of a block are stored; all compute warpgroups
+  kSigns = 10,    // + warpgroup (0 .. 2): its warps agree on a branch around products; 128 threads
 };
 
 template <int kThreads>
@@ -29,6 +30,23 @@ template <int kThreads>
 FA_DEVICE void arrive(Barrier barrier, int offset = 0) {
   asm volatile("bar.arrive %0, %1;" ::"r"(static_cast<int>(barrier) + offset), "n"(kThreads)
                : "memory");
+}
+
+// The same for all threads: whether `x` holds for every one of them.
+template <int kThreads>
+FA_DEVICE bool sync_all(Barrier barrier, int offset, bool x) {
+  int all;
+  asm volatile(
+      "{\n"
+      ".reg .pred p, q;\n"
+      "setp.ne.s32 p, %3, 0;\n"
+      "bar.red.and.pred q, %1, %2, p;\n"
+      "selp.s32 %0, 1, 0, q;\n"
+      "}"
+      : "=r"(all)
+      : "r"(static_cast<int>(barrier) + offset), "n"(kThreads), "r"(static_cast<int>(x))
+      : "memory");
+  return all != 0;
 }
 
 // Generic writes to shared memory become visible to TMA and WGMMA.

@@ -419,8 +419,12 @@ class FwdStep {
     if constexpr (!kPositive) look_at_signs();
   }
 
+  // All warps of a warpgroup must reach the same wait for products, so they go the same way. The
+  // vote tells the compiler that a warp does.
   FA_DEVICE void look_at_signs() {
-    positive_ = __all_sync(0xffffffffu, softmax_.max[0] > 0.f && softmax_.max[1] > 0.f);
+    const bool mine = softmax_.max[0] > 0.f && softmax_.max[1] > 0.f;
+    positive_ = __all_sync(0xffffffffu,
+                           sync_all<kWarpgroupThreads>(Barrier::kSigns, turns_.warpgroup, mine));
   }
 
   FA_DEVICE float& row_sum(int r) {
@@ -472,7 +476,7 @@ class FwdStep {
   int tile_slot_ = 0,
       pending_slot_ = -1;  // pending: the tile whose last P·V and store are still owed
   OnlineSoftmax<2> softmax_;
-  bool positive_ = false;  // every row of this warp has a maximum above 0: 0 itself has two signs
+  bool positive_ = false;  // every row of this warpgroup has a maximum above 0: 0 has two signs
   SlotCursor<T::kQSlots> q_at_{0};
   typename T::template Cursor<T::kWideOutput || T::kConfig.score == ScoreKind::kAny, T::kStages>
       k_at_{0}, v_at_{0};
