@@ -222,10 +222,15 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float per_score = architecture * mask * score * tile_shape *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score * time_per_score(row);
-  const float tile = per_score * (worked_keys(row, p) * static_cast<float>(row.tile_m) *
+  // Rows of the Hopper backward are compared as if all tiles had 128 rows, or the smaller tiles of
+  // a wider head dim would take short calls.
+  KernelConfig block = row;
+  if (row.op == Op::kBackward && row.arch == 90) block.tile_m = 128;
+  const float tile = per_score * (worked_keys(row, p) * static_cast<float>(block.tile_m) *
                                       filled(row, p) * time_per_score(row) +
-                                  tile_time(row));
-  const float tiles = worked_tiles(row, p) * static_cast<float>(row.pack ? p.heads_k : p.heads_q) *
+                                  tile_time(block));
+  const float tiles = worked_tiles(block, p) *
+                      static_cast<float>(row.pack ? p.heads_k : p.heads_q) *
                       (p.packed_q() ? 1.0f : static_cast<float>(p.seq.batch));
   // Tiles on one multiprocessor share it; fewer tiles than multiprocessors leave some idle. A
   // Hopper block works on its tiles one after the other. An Ampere tile of fewer rows than 128 is

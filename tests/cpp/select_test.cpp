@@ -213,11 +213,13 @@ void backward_tiles_by_device() {
       }
 }
 
-// Backward of wide heads on a Hopper GPU: its own rows, the narrowest that holds both head dims.
-void wide_backward() {
+// Backward on a Hopper GPU: its own rows, the narrowest that holds both head dims, however short
+// the call and whatever the tiles.
+void narrowest_backward() {
   constexpr auto hopper = [](int dim, int dim_v) {
     KernelConfig r = backward_row(90, kBf16, dim);
     r.head_dim_v = dim_v;
+    r.tile_m = dim > 64 ? 64 : 128;
     r.tile_n = dim > 128 ? 64 : 128;
     return r;
   };
@@ -229,26 +231,31 @@ void wide_backward() {
   static constexpr std::array kRowsOfBoth = {
       entry("sm80_d192", ampere(192), 180000),      entry("sm80_d256", ampere(256), 214000),
       entry("sm90_d128", hopper(128, 128), 229000), entry("sm90_d192", hopper(192, 192), 227000),
-      entry("sm90_pair", hopper(192, 128), 194000), entry("sm90_d256", hopper(256, 256), 230000)};
+      entry("sm90_pair", hopper(192, 128), 194000), entry("sm90_d256", hopper(256, 256), 230000),
+      entry("sm90_d64", hopper(64, 64), 217000),    entry("sm90_d96", hopper(96, 96), 200000)};
   std::vector<const KernelEntry*> both;
   for (const KernelEntry& r : kRowsOfBoth) both.push_back(&r);
-  const auto expect_wide = [&](int dim, int dim_v, const char* id) {
-    for (int length : {64, 200, 1024, 16384}) {
-      Call call(8, length, length, 8, 8, dim);
+  const auto expect_narrowest = [&](int dim, int dim_v, const char* id) {
+    for (const auto& [batch, length] :
+         {std::pair{1, 64}, {1, 300}, {8, 64}, {8, 200}, {8, 1024}, {8, 16384}}) {
+      Call call(batch, length, length, 8, 8, dim);
       call.params.shape.dim_v = dim_v;
       const Planned p = plan_backward_call(call.h200().backward(), Table(both));
       expect(p.id() == id, std::source_location::current(), "row is \"%s\", expected \"%s\"",
              p.id().c_str(), id);
     }
   };
-  expect_wide(256, 256, "sm90_d256");
-  expect_wide(200, 200, "sm90_d256");
-  expect_wide(192, 256, "sm90_d256");
-  expect_wide(192, 192, "sm90_d192");
-  expect_wide(128, 192, "sm90_d192");
-  expect_wide(192, 128, "sm90_pair");
-  expect_wide(136, 128, "sm90_pair");
-  expect_wide(128, 128, "sm90_d128");
+  expect_narrowest(256, 256, "sm90_d256");
+  expect_narrowest(200, 200, "sm90_d256");
+  expect_narrowest(192, 256, "sm90_d256");
+  expect_narrowest(192, 192, "sm90_d192");
+  expect_narrowest(128, 192, "sm90_d192");
+  expect_narrowest(192, 128, "sm90_pair");
+  expect_narrowest(136, 128, "sm90_pair");
+  expect_narrowest(128, 128, "sm90_d128");
+  expect_narrowest(96, 96, "sm90_d96");
+  expect_narrowest(64, 96, "sm90_d96");
+  expect_narrowest(64, 64, "sm90_d64");
 }
 
 // Tiles of fewer rows for short sequences and few heads, tiles of more for long ones.
@@ -570,7 +577,7 @@ int main() {
   rows_of_wide_heads();
   ampere_tiles_by_device();
   backward_tiles_by_device();
-  wide_backward();
+  narrowest_backward();
   rows_by_length();
   rows_by_device();
   hopper_takes_device_lengths();
