@@ -117,13 +117,11 @@ def _first_line(*command: str) -> str | None:
 
 
 def _commit() -> str:
-    """Of the clone; without git (a copy on a GPU machine) what the library was built from."""
+    """What was timed: the commit the library was built from; else that of the clone."""
+    with contextlib.suppress(Exception):
+        return libfa.Library().version().split("+g")[1].split()[0]
     folder = str(Path(__file__).resolve().parent)
-    known = _first_line("git", "-C", folder, "rev-parse", "HEAD")
-    if known is None:
-        with contextlib.suppress(Exception):
-            known = libfa.Library().version().split("+g")[1].split()[0]
-    return known or "unknown"
+    return _first_line("git", "-C", folder, "rev-parse", "HEAD") or "unknown"
 
 
 def environment(options: argparse.Namespace) -> dict[str, Any]:
