@@ -68,7 +68,8 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
 }
 
 // The head dim of the row that would be needed. Sizes in use are multiples of 64, and 96 where the
-// kernels can have it: e4m3 panels and those of the Hopper backward are 64 columns wide.
+// kernels can have it: e4m3 panels are 64 columns wide, and Hopper backward rows that share their
+// keys split a head dim in halves of whole panels.
 int row_dim(int dim, bool can_be_96) {
   return can_be_96 && dim > 64 && dim <= 96 ? 96 : (dim + 63) / 64 * 64;
 }
@@ -79,16 +80,34 @@ struct FirstTile {
   const char* knobs;
 };
 
-FirstTile first_tile(Op op, bool hopper, bool e4m3, bool shares_keys) {
-  if (op == Op::kBackward)
-    return hopper ? FirstTile{64, shares_keys ? 64 : 128, 12, 2, "stages_ds=2 dq=vector"}
-                  : FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
-  if (!hopper) return FirstTile{128, 64, 4, 1, ""};
-  return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : ""};
+// Of dO, Hopper backward rows with keys of their own have one slot less than stages, and need two.
+FirstTile first_backward_tile(bool hopper, bool shares_keys, int dqk) {
+  if (!hopper) return FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
+  const char* knobs = "stages_ds=2 dq=vector";
+  if (shares_keys) return FirstTile{64, 64, 12, 2, knobs};
+  return FirstTile{dqk == 64 ? 128 : 64, 128, 12, 3, knobs};
 }
 
-// Ampere rows split the keys, and Hopper rows that pack query heads.
-bool hopper_splits(const Problem& p) { return p.num_splits > 1 && p.force_arch == 90; }
+FirstTile first_forward_tile(bool hopper, bool e4m3, bool pack) {
+  if (!hopper) return FirstTile{128, 64, 4, 1, ""};
+  return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : pack ? "pack=1" : ""};
+}
+
+bool any_score(const Problem& p) {
+  return p.softcap > 0 || p.alibi() || p.dropout_p > 0 || p.descale_blocks();
+}
+
+// Split keys on Hopper. Rows that pack query heads do that, for 16-bit calls with the score `scale`
+// and groups that a tile can hold.
+bool hopper_splits(const Problem& p) {
+  return p.op == Op::kForward && p.num_splits > 1 && p.force_arch == 90;
+}
+bool packed_splits(const Problem& p) {
+  const int group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
+  return hopper_splits(p) && p.dtype != DType::kE4m3 && !any_score(p) && !p.batch_invariant &&
+         group > 1 && group <= 128 && std::has_single_bit(static_cast<unsigned>(group));
+}
+bool unbuilt_splits(const Problem& p) { return hopper_splits(p) && !packed_splits(p); }
 
 // Blocks of a Hopper backward do not go on to another tile.
 bool hopper_reserve(const Problem& p) {
@@ -120,14 +139,14 @@ std::string missing_parts(const Problem& p, Table table) {
   add(p.descale_blocks() && none([](const KernelConfig& c) { return takes_block_descales(c); }),
       "descales per block of rows");
   add(p.dropout_p > 0 && none([](const KernelConfig& c) { return c.dropout != 0; }), "dropout");
-  add(hopper_splits(p), "splitting the keys");
+  add(unbuilt_splits(p), "splitting the keys");
   return parts;
 }
 
 // Options that no column of the table can state yet.
 bool beyond_the_table(const Problem& p) {
   return (p.op == Op::kBackward && p.seq.batch_index_k) || !whole_key_blocks(p, kLeastE4m3Keys) ||
-         (p.descale_blocks() && p.dim_v > 128) || hopper_splits(p) || hopper_reserve(p);
+         (p.descale_blocks() && p.dim_v > 128) || unbuilt_splits(p) || hopper_reserve(p);
 }
 
 // The line of tools/variants.csv that would cover the call. Its tile is a starting point: that of
@@ -136,13 +155,14 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
   const bool hopper = p.force_arch == 90 || (p.force_arch == 0 && device.hopper());
   const int arch = hopper ? 90 : 80;
   const bool e4m3 = p.dtype == DType::kE4m3, backward = p.op == Op::kBackward;
-  const bool can_be_96 = !e4m3 && !(hopper && backward);
+  const bool any = any_score(p), pack = packed_splits(p);
+  const bool shares_keys = hopper && backward && (any || p.dim_qk > 128 || p.dim_v > 128);
+  const bool can_be_96 = !e4m3 && !shares_keys;
   const int dqk = row_dim(p.dim_qk, can_be_96), dv = row_dim(p.dim_v, can_be_96);
-  const bool any = p.softcap > 0 || p.alibi() || p.dropout_p > 0 || p.descale_blocks();
-  const bool shares_keys = hopper && backward && (any || dqk > 128 || dv > 128);
-  FirstTile tile = first_tile(p.op, hopper, e4m3, shares_keys);
+  FirstTile tile = backward ? first_backward_tile(hopper, shares_keys, dqk)
+                            : first_forward_tile(hopper, e4m3, pack);
   if (nearest != nullptr && nearest->config.arch == arch && nearest->config.op == p.op &&
-      nearest->config.dtype == p.dtype && !shares_keys) {
+      nearest->config.dtype == p.dtype && !(hopper && backward) && !pack) {
     const KernelConfig& row = nearest->config;
     tile = FirstTile{row.tile_m, row.tile_n, row.warps, row.stages, tile.knobs};
   }
@@ -159,14 +179,14 @@ std::string needed_line(const Problem& p, const DeviceInfo& device, const Kernel
     std::snprintf(dims, sizeof(dims), "d%dx%d", dqk, dv);
   const LoadKind plain = hopper ? LoadKind::kTma : LoadKind::kCpAsync;
   char line[512];
-  std::snprintf(line, sizeof(line),
-                "sm%d_%s_%s_%s_band%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,%s,"
-                "release,30,\"why\"",
-                arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "", arch,
-                short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
-                loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain), tile.tile_m,
-                tile.tile_n, tile.warps, tile.stages, hopper && !e4m3 ? "overlap" : "serial",
-                knobs.c_str());
+  std::snprintf(
+      line, sizeof(line),
+      "sm%d_%s_%s_%s_band%s%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,%s,"
+      "release,30,\"why\"",
+      arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "",
+      pack ? "_gqa" : "", arch, short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
+      loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain), tile.tile_m, tile.tile_n,
+      tile.warps, tile.stages, hopper && !e4m3 ? "overlap" : "serial", knobs.c_str());
   return line;
 }
 

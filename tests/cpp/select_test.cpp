@@ -443,8 +443,16 @@ void lines_of_missing_rows() {
     expect_contains(last_error(), line);
   };
   needed(Call(2, 512, 512, 8, 8, 80).h200().backward(), Op::kBackward,
-         "sm90_bwd_bf16_d128_band,90,bwd,bf16,bf16,128,128,band,scale,tma,tma,64,128,12,2,1,static,"
+         "sm90_bwd_bf16_d96_band,90,bwd,bf16,bf16,96,96,band,scale,tma,tma,64,128,12,3,1,static,"
          "overlap,stages_ds=2 dq=vector,release,30,");
+  needed(Call(2, 512, 512, 8, 8, 64).h200().backward(), Op::kBackward,
+         "sm90_bwd_bf16_d64_band,90,bwd,bf16,bf16,64,64,band,scale,tma,tma,128,128,12,3,1,static,"
+         "overlap,stages_ds=2 dq=vector,release,30,");
+  expect_equal(plan_backward_call(Call(2, 512, 512, 8, 8, 64, FA_FP16).h200(90).backward()).status,
+               FA_ERROR_UNSUPPORTED, "a dtype without rows");
+  expect_contains(last_error(),
+                  "sm90_bwd_fp16_d64_band,90,bwd,fp16,fp16,64,64,band,scale,tma,tma,"
+                  "128,128,12,3,1,static,");
   needed(Call(2, 512, 512, 8, 8, 80).a100().backward(), Op::kBackward,
          "sm80_bwd_bf16_d96_band,80,bwd,bf16,bf16,96,96,band,scale,cpasync,cpasync,64,64,8,1,1,"
          "static,serial,dq=atomic dq_turns=8,release,30,");
@@ -461,6 +469,14 @@ void lines_of_missing_rows() {
   needed(capped, Op::kForward,
          "sm90_fwd_bf16_d96_band_any,90,fwd,bf16,bf16,96,96,band,any,tma,tma,128,128,12,2,1,static,"
          "overlap,,release,30,");
+  Call split = Call(2, 512, 512, 8, 2, 64, FA_FP16).h200(90);
+  split.params.options.num_splits = 4;
+  needed(split, Op::kForward,
+         "sm90_fwd_fp16_d64_band_gqa,90,fwd,fp16,fp16,64,64,band,scale,tma,tma,128,64,12,2,1,"
+         "static,overlap,pack=1,release,30,");
+  expect(std::string(last_error()).find("Not built yet") == std::string::npos, last_error());
+  split.params.score.softcap = 30;
+  expect_refused(split, FA_ERROR_UNSUPPORTED, "splitting the keys. No column of");
   Call bytes = Call(2, 512, 512, 8, 8, 80, FA_E4M3).h200();
   bytes.params.out.dtype = FA_BF16;
   needed(
