@@ -122,10 +122,9 @@ fa_status make_plan(const Problem& p, const DeviceInfo& device, Table table, Pla
   if (p.op == Op::kBackward) return plan_backward(p, device, plan);
   const KernelEntry& row = *plan->main;
   const int64_t tiles_m = row_tiles(row, p);
-  const int64_t row_heads = row.config.pack ? p.heads_k : p.heads_q;
-  const int64_t heads = p.packed_q() ? row_heads : row_heads * p.seq.batch;
+  const int64_t heads = row_heads(row, p);
   const int64_t limit = std::numeric_limits<int32_t>::max();
-  plan->num_splits = heads > limit ? 1 : choose_splits(row, p, device, tiles_m * heads);
+  plan->num_splits = heads > limit ? 1 : choose_splits(row, p, device, forward_tiles(row, p));
   if (heads > limit || (heads > 0 && tiles_m > limit / heads / plan->num_splits))
     return fail(FA_ERROR_UNSUPPORTED,
                 "fa: not supported: %" PRId64 " row tiles of each of %" PRId64

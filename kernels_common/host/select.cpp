@@ -194,6 +194,16 @@ int64_t row_tiles(const KernelEntry& entry, const Problem& p) {
                       : ceil_div(p.seq.seqlen_q * rows, tile_m);
 }
 
+int64_t row_heads(const KernelEntry& entry, const Problem& p) {
+  const int64_t heads = entry.config.pack ? p.heads_k : p.heads_q;
+  return p.packed_q() ? heads : heads * p.seq.batch;
+}
+
+int64_t forward_tiles(const KernelEntry& entry, const Problem& p) {
+  constexpr int64_t kLimit = std::numeric_limits<int32_t>::max();
+  return std::min(row_tiles(entry, p), kLimit) * std::min(row_heads(entry, p), kLimit);
+}
+
 int64_t key_tiles(const KernelEntry& entry, const Problem& p) {
   const int tile_n = entry.config.tile_n;
   return p.packed_k() ? packed_tiles(p.seq.total_k, p.seq.batch, tile_n)
@@ -238,8 +248,7 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float each = tiles / static_cast<float>(device.sm_count);
   const float division = row.pack ? 1.05f : 1.0f;  // of packed rows by the group
   if (forward_on_hopper(row)) {
-    const float share =
-        row.pack ? split_share(entry, p, device, static_cast<int64_t>(std::ceil(tiles))) : 1.0f;
+    const float share = row.pack ? split_share(entry, p, device, forward_tiles(entry, p)) : 1.0f;
     return tile * division * share * std::max(1.0f, std::ceil(each));
   }
   const float least = row.arch == 90 ? 1.0f : 128.0f / static_cast<float>(row.tile_m);

@@ -74,4 +74,10 @@ inline constexpr int64_t kMostPackedPositions = 32;
 // together).
 int64_t row_tiles(const KernelEntry& entry, const Problem& problem);
 
+// Heads that have these row tiles: of every batch entry, unless q is packed.
+int64_t row_heads(const KernelEntry& entry, const Problem& problem);
+
+// Their product, by which a forward is planned and its number of parts chosen.
+int64_t forward_tiles(const KernelEntry& entry, const Problem& problem);
+
 }  // namespace fa

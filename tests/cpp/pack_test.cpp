@@ -182,6 +182,29 @@ void hopper() {
                   "a power of two from 2 to 128, the call has 9");
 }
 
+// Calls of many short sequences: a row that packs heads wins by its parts only where it gets them.
+void sequences_in_parts() {
+  int in_parts = 0, whole = 0;
+  for (int batch = 1; batch <= 40; ++batch) {
+    Call call = Call(batch, 0, 0, 32, 2, 128).causal().h200(90);
+    call.params.seq.cu_q = call.params.seq.cu_k = some_array();
+    call.params.shape.total_q = 16 * batch;
+    call.params.shape.total_k = 16384 * batch;
+    call.params.lse.stride_head = 16 * batch;
+    const Planned p = plan_call(call, kHopperTable);
+    expect(p.status == FA_OK, last_error());
+    if (p.plan.main->config.pack == 0) continue;
+    const float beside = cost(kHopperPacked, p.problem, p.device);
+    Problem one = p.problem;
+    one.num_splits = 1;
+    const float alone = cost(kHopperPacked, one, p.device);
+    expect(p.plan.num_splits > 1 ? beside < alone : beside == alone,
+           "the cost has the parts of the plan");
+    ++(p.plan.num_splits > 1 ? in_parts : whole);
+  }
+  expect(in_parts > 0 && whole > 0, "calls in parts and calls in one");
+}
+
 // Parts of packed calls with few keys (microseconds on an H200: 13.0 in one part, 10.3 in 8).
 void parts() {
   const auto of = [](int keys) {
@@ -248,6 +271,7 @@ int main() {
   reasons();
   plans();
   hopper();
+  sequences_in_parts();
   parts();
   every_row_has_a_tile();
   parts_cover_a_range();
