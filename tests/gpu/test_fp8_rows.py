@@ -130,6 +130,20 @@ def test_nan_that_no_row_sees(dim: int, packed: bool) -> None:
         check(q, k, v, **options, **window)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_nan_in_q_spoils_its_own_row(dim: int, causal: bool) -> None:
+    q, k, v = qkv((1, 200, 2), (1, 500, 2), dim)
+    clean = run(q, k, v, causal=causal)
+    q[0, 77, 1, 5] = math.nan
+    out, lse = run(q, k, v, causal=causal)
+    assert torch.isnan(out[0, 77, 1]).all()
+    assert torch.isnan(lse[0, 1, 77])
+    out[0, 77, 1], lse[0, 1, 77] = clean[0][0, 77, 1], clean[1][0, 1, 77]
+    assert_bitwise("out", out, clean[0])
+    assert_bitwise("lse", lse, clean[1])
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("packed", [False, True])
 def test_calls_that_fill_the_gpu(dim: int, packed: bool, cuda_only: None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import harness
 import pytest
@@ -12,8 +13,9 @@ from harness import DEVICE, can_be_case, may_refuse, randn
 from torch import Tensor
 
 import fa
-from cases import Case, hand_picked
-from compare import assert_bitwise_result
+import libfa
+from cases import Case, Inputs, hand_picked
+from compare import Result, assert_bitwise_result, assert_result, expected
 
 CHOSEN = [
     case
@@ -65,42 +67,123 @@ def test_tile_tails(backend: str, dim: int, length: int, causal: bool) -> None:
     assert_bitwise_result(results[0], results[2])
 
 
+# Batch, query rows, query and key heads, parts of the keys. On Hopper batch-invariant calls run the
+# rows of long ones; many short calls of grouped heads, and split keys, those that pack query heads.
+KINDS = {
+    "single": (1, 200, 2, 2, 1),
+    "invariant": (1, 200, 2, 2, 1),
+    "packed": (20, 30, 8, 2, 1),
+    "parts": (1, 200, 8, 2, 3),
+}
+KEYS = 500
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_dim = pytest.mark.parametrize("dim", [64, 96, 128, 256])
+each_mask = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+
+
+def problem(kind: str, dim: int, keys: int, backend: str, rows: int = 0, **options: Any) -> Inputs:
+    """Normal q, k and v of a kind, with `rows` query rows if given; skips what no row covers."""
+    batch, queries, heads_q, heads_k, parts = KINDS[kind]
+    case = Case(dim=dim, causal=bool(options.get("causal")), window=(1, 1))
+    if not harness.ON_CPU and not harness.covered(case, backend):
+        pytest.skip(f"this build holds no masked {backend} row for head dim {dim}")
+    packing = (libfa.packs_heads(r) and r.backend == backend for r in harness.rows())
+    if backend == "sm90" and parts > 1 and not any(packing):
+        pytest.skip("this build holds no Hopper row that splits the keys")
+    q = randn(batch, rows or queries, heads_q, dim)
+    k, v = (randn(batch, keys, heads_k, dim, seed=n) for n in (1, 2))
+    return harness.inputs_from(q, k, v, **options)
+
+
+def run(inputs: Inputs, kind: str, backend: str) -> Result:
+    invariant = kind == "invariant"
+    parts = KINDS[kind][4]
+    return harness.call_guarded(inputs, backend, num_splits=parts, batch_invariant=invariant)
+
+
 @harness.each_backend()
-def test_keys_that_no_row_sees(backend: str) -> None:
+@each_kind
+@each_dim
+def test_keys_that_no_row_sees(dim: int, kind: str, backend: str) -> None:
     """A window hides the first keys from every row; NaN there must not appear (weight 0 x NaN)."""
-    q, k, v = (randn(1, n, 2, 64, seed=n) for n in (64, 400, 400))
-    clean = harness.check_tensors(backend, q, k, v, causal=True, window_left=30)
-    k[:, : 400 - 64 - 30], v[:, : 400 - 64 - 30] = math.nan, math.inf
-    dirty = harness.check_tensors(backend, q, k, v, causal=True, window_left=30)
-    assert_bitwise_result(clean, dirty)
+    inputs = problem(kind, dim, 400, backend, rows=30, causal=True, window_left=30)
+    clean = run(inputs, kind, backend)
+    assert_result(clean, expected(inputs, backward=False))
+    hidden = 400 - 30 - 30
+    inputs.k[:, :hidden], inputs.v[:, :hidden] = math.nan, math.inf
+    assert_bitwise_result(clean, run(inputs, kind, backend))
 
 
 @harness.each_backend()
-def test_nan_inside_the_problem_is_not_hidden(backend: str) -> None:
+@pytest.mark.parametrize("negative", [False, True], ids=["scores", "negative"])
+@each_mask
+@each_kind
+@each_dim
+def test_nan_inside_the_problem_is_not_hidden(
+    dim: int, kind: str, causal: bool, negative: bool, backend: str
+) -> None:
     """A NaN in q spoils its own row and no other; silence would hide a user's fault."""
-    q, k, v = (randn(1, 200, 2, 64, seed=n) for n in range(3))
-    clean = harness.call(harness.inputs_from(q, k, v, causal=True), backend)
-    q[0, 77, 1, 5] = math.nan
-    dirty = harness.call(harness.inputs_from(q, k, v, causal=True), backend)
-    assert torch.isnan(dirty.out[0, 77, 1]).all()
-    assert torch.isnan(dirty.lse[0, 1, 77])
-    keep = torch.ones(1, 200, 2, dtype=torch.bool, device=DEVICE)
-    keep[0, 77, 1] = False
+    inputs = problem(kind, dim, KEYS, backend, causal=causal)
+    if negative:  # every maximum is below 0
+        inputs.q[..., 0], inputs.k[..., 0] = 4, -10 * dim**0.5
+    clean = run(inputs, kind, backend)
+    row = inputs.q.shape[1] // 3
+    inputs.q[0, row, 1, 5] = math.nan
+    dirty = run(inputs, kind, backend)
+    keep = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=DEVICE)
+    keep[0, row, 1] = False
+    assert_nan_elsewhere(dirty, clean, keep)
+
+
+@harness.each_backend()
+@pytest.mark.parametrize("key", [3, KEYS - 12])
+@each_mask
+@each_kind
+@each_dim
+def test_nan_in_a_key_reaches_the_rows_that_see_it(
+    dim: int, kind: str, causal: bool, key: int, backend: str
+) -> None:
+    """In the first or the last block of keys that a tile works on."""
+    inputs = problem(kind, dim, KEYS, backend, causal=causal)
+    clean = run(inputs, kind, backend)
+    inputs.k[0, key, 1, 5] = math.nan
+    dirty = run(inputs, kind, backend)
+    rows, heads = inputs.q.shape[1:3]
+    keep = torch.ones(inputs.q.shape[:3], dtype=torch.bool, device=DEVICE)
+    first = max(0, key - (KEYS - rows)) if causal else 0
+    keep[0, first:, heads // 2 :] = False
+    assert_nan_elsewhere(dirty, clean, keep)
+
+
+def assert_nan_elsewhere(dirty: Result, clean: Result, keep: Tensor) -> None:
+    """Rows [B, S, H] to keep have the bits of the clean call, all others are NaN, LSE too."""
+    lse = dirty.lse.transpose(1, 2)
+    assert torch.isnan(dirty.out[~keep]).all()
+    assert torch.isnan(lse[~keep]).all()
     assert torch.equal(dirty.out[keep], clean.out[keep])
+    assert torch.equal(lse[keep], clean.lse.transpose(1, 2)[keep])
 
 
 @harness.each_backend()
 @pytest.mark.parametrize("sinks", [False, True])
-def test_rows_without_a_key_beside_an_infinite_value(backend: str, sinks: bool) -> None:
-    """Rows 0 to 91 see nothing and share tiles with rows that see inf: 0 x inf must not show."""
-    q, k, v = (randn(1, n, 2, 64, seed=n) for n in (192, 100, 100))
-    v[:, 0] = math.inf
-    options = {"sinks": randn(2, dtype=torch.float32)} if sinks else {}
-    result = harness.call(harness.inputs_from(q, k, v, causal=True, **options), backend)
-    assert (result.out[:, :92] == 0).all()
-    expected_lse = options["sinks"][None, :, None] if sinks else torch.tensor(-math.inf)
-    assert torch.allclose(result.lse[:, :, :92], expected_lse.to(result.lse).expand(1, 2, 92))
-    assert not torch.isfinite(result.out[:, 92:]).any()
+@each_kind
+@each_dim
+def test_rows_without_a_key_beside_an_infinite_value(
+    dim: int, kind: str, sinks: bool, backend: str
+) -> None:
+    """The first rows see nothing and share tiles with rows that see inf: 0 x inf must not show."""
+    batch, rows, heads, *_ = KINDS[kind]
+    keys = rows // 2
+    options = {"sinks": randn(heads, dtype=torch.float32)} if sinks else {}
+    inputs = problem(kind, dim, keys, backend, causal=True, **options)
+    inputs.v[:, 0] = math.inf
+    result = run(inputs, kind, backend)
+    empty = rows - keys
+    assert (result.out[:, :empty] == 0).all()
+    lse = options["sinks"][None, :, None] if sinks else torch.tensor(-math.inf)
+    assert torch.allclose(result.lse[:, :, :empty], lse.to(result.lse).expand(batch, heads, empty))
+    assert not torch.isfinite(result.out[:, empty:]).any()
 
 
 def test_allocated_outputs_hold_no_old_bytes() -> None:
