@@ -81,6 +81,44 @@ def test_parts_of_packed_hopper_rows_are_right(case: Case, parts: int, cuda_only
     assert_bitwise_result(result, call(inputs, "sm90", num_splits=parts))
 
 
+POISONED = [
+    Case(**BASE, dim=128, q=40, k=700, batch=3, seqused_k=(700, 65, 513), heads_q=8, heads_k=2),
+    Case(**BASE, q=40, k=700, batch=2, leftpad_k=(7, 300), heads_q=8, heads_k=1, causal=True),
+    Case(
+        **BASE,
+        dim=256,
+        q=(33, 140),
+        k=500,
+        batch=2,
+        leftpad_k=(129, 3),
+        seqused_k=(400, 490),
+        heads_q=8,
+        heads_k=2,
+    ),
+    Case(**BASE, dim=96, q=(9, 0, 70), k=(900, 64, 129), heads_q=4, heads_k=2, causal=True),
+]
+
+
+@pytest.mark.parametrize("backend", harness.backends())
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("case", POISONED, ids=lambda case: case.id)
+def test_poison_around_parts_changes_no_bit(case: Case, parts: int, backend: str) -> None:
+    """Bytes before the first key are the last part's to hide, those behind the last the first's."""
+    if backend == "sm90" and not any(
+        libfa.packs_heads(row) and row.backend == backend for row in harness.rows()
+    ):
+        pytest.skip("this build holds no Hopper row that packs query heads")
+    if not harness.covered(case, backend):
+        pytest.skip(f"this build holds no {backend} row for head dim {case.dim}")
+    results = [
+        call_guarded(case.make(DEVICE, poison=poison), backend, num_splits=parts)
+        for poison in (math.nan, math.inf, 0.0)
+    ]
+    assert_bitwise_result(results[0], results[1])
+    assert_bitwise_result(results[0], results[2])
+    assert_result(results[0], harness.expected_of(case))
+
+
 def test_every_head_dim(cuda_only: None) -> None:
     for row in harness.rows():
         if row.backend != BACKEND or row.op != 1:
