@@ -25,11 +25,13 @@ MEDIUM = [
     Case(heads_q=4, heads_k=2, dim=128, q=(3, 700, 321), k=(3, 700, 321), window=(128, 0)),
     Case(batch=2, heads_q=8, dim=120, dim_v=40, q=300, k=515, sinks="fp32", causal=True, dlse=True),
     Case(batch=2, heads_q=8, dim=64, q=1024, k=1024, window=(100, 30)),
+    Case(batch=2, heads_q=8, heads_k=2, dim=96, q=777, k=1100, causal=True),
 ]
 SMALL = [
     Case(heads_q=2, dim=64, q=129, k=257, causal=True),
     Case(heads_q=2, dim=128, q=193, k=300),
     Case(heads_q=4, heads_k=1, dim=128, q=(1, 65, 3), k=(70, 1, 129), causal=True),
+    Case(heads_q=4, heads_k=1, dim=96, q=(1, 65, 3), k=(70, 1, 129), causal=True),
     Case(heads_q=2, dim=128, q=200, k=400, window=(50, 50), sinks="same"),
     Case(heads_q=2, dim=256, q=193, k=300, causal=True),
     Case(heads_q=2, heads_k=1, dim=192, dim_v=128, q=(129, 65), k=(257, 70), causal=True),
