@@ -136,7 +136,7 @@ class BwdCompute {
             uint4{0, 0, 0, 0};
     }
   }
-  // Nothing is in flight here, in any compute warpgroup, that reads these rows.
+  // Nothing is in flight here, in any compute warpgroup, that reads these keys.
   FA_DEVICE void scrub_keys() const {
     const BwdTile& tile = smem_.tile;
     clear_rows<T::kTileN, T::kDimQk, T::kPanelQk>(smem_.k, tile.keys_lo - tile.seq.n_first,
@@ -144,6 +144,9 @@ class BwdCompute {
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }
+  // S of the same block may be in flight and read rows of Q that are zeroed here. A row of Q is one
+  // column of Sᵀ, and blocks with such rows are masked: what it gives is replaced by −inf, by
+  // selection. No other product in flight reads these rows.
   FA_DEVICE void scrub_rows(int m, uint32_t at) const {
     const int first = smem_.tile.rows_lo - m * T::kTileM, end = smem_.tile.rows_hi - m * T::kTileM;
     clear_rows<T::kTileM, T::kDimQk, T::kPanelQk>(

@@ -52,12 +52,15 @@ struct BwdTypes {
       "64");
   static_assert(kShareKeys || (kTileM == (kDimQk == 64 ? 128 : 64) && kDsSlots == 2),
                 "own keys: stages_ds is 2, and tile_m 128 at head dim 64, 64 above");
+  static_assert(kShareKeys || kSlots >= 3,
+                "own keys: stages is 3 or more, since dP of a block is issued while dO of the one "
+                "before is held, and dO has one slot less");
   static_assert(kShareKeys || kConfig.score == ScoreKind::kScale,
                 "score any needs the registers that tiles of 64 keys leave: tile_n 64");
   static_assert(!kShareKeys ||
                     (kTileM == 64 && kDimQk % (2 * kPanelQk) == 0 && kDimV % (2 * kPanelV) == 0),
                 "shared keys: one panel of rows, whole panels of columns for each warpgroup");
-  static_assert(kTileM % 64 == 0, "the dQ warpgroup multiplies 64 query rows at a time");
+  static_assert(kTileM % 64 == 0, "dQ is multiplied 64 query rows at a time");
   static_assert(kDimQk % kDqColumns == 0 && kDimV % kPanelV == 0,
                 "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
