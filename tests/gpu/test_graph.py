@@ -164,6 +164,7 @@ def test_side_stream_order(backend: str) -> None:
 def test_side_stream_does_not_wait_for_the_default_stream(backend: str) -> None:
     q, k, v = (randn(2, 200, 4, 64, seed=n) for n in range(3))
     inputs = inputs_from(q, k, v, causal=True)
+    torch.cuda.synchronize()  # the inputs come from the default stream
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         first = harness.call(inputs, backend)
