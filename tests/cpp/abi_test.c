@@ -236,13 +236,15 @@ static void plans(void) {
 
   p.options.force_arch = 90;
   p.options.num_splits = 2;
+  p.score.softcap = 5.0f;
   status = fa_explain(FA_FORWARD, &p, text, sizeof(text));
-  expect(status != FA_OK, __LINE__, "no Hopper row splits the keys");
+  expect(status != FA_OK, __LINE__, "no Hopper row with a softcap splits the keys");
   if (status == FA_ERROR_UNSUPPORTED) {
     expect(strncmp(text, "fa: not supported: ", 19) == 0, __LINE__, text);
     expect(strstr(text, "every row, nearest first:") != NULL, __LINE__, text);
   }
   p.options.force_arch = p.options.num_splits = 0;
+  p.score.softcap = 0.0f;
   expect_failure(fa_backward(&p, NULL, 0, NULL, NULL), FA_ERROR_INVALID, "dout has dtype",
                  __LINE__);
   p.q.data = p.k.data = p.v.data = p.out.data = NULL;
