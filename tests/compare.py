@@ -46,6 +46,7 @@ class Expected:
 
     exact: Result  # fp64
     yardstick: dict[str, Tensor]  # per element, the error that plain attention makes
+    handed: dict[str, Tensor]  # per element, what the rounding of out and lse makes of a gradient
     floor: dict[str, float]  # errors of fp32 sums, which the yardstick need not have
 
 
@@ -64,6 +65,7 @@ def expected(
     wide = _Attention(inputs, torch.float64, backward)
     exact = wide.result(inputs.dout.double(), inputs.dlse)
     yardstick = _errors(plain.result(inputs.dout, inputs.dlse), exact)
+    by_inputs = {name: torch.zeros_like(error) for name, error in yardstick.items()}
     if backward and inputs.out_dtype != torch.float64:
         # A backward is handed the rounded out and lse: it takes dO.O from the one and P from the
         # other. What these roundings change in an exact backward is no implementation's error.
@@ -73,9 +75,8 @@ def expected(
         factor = torch.exp(exact.lse - lse).nan_to_num(1.0)  # [..., heads, rows]
         dlse = (shift if inputs.dlse is None else inputs.dlse + shift) * factor
         given = wide.result(inputs.dout * factor.transpose(-1, -2)[..., None], dlse)
-        for name, error in _errors(given, exact).items():
-            yardstick[name] = torch.maximum(yardstick[name], error)
-    return Expected(exact, yardstick, _floors(inputs))
+        by_inputs = _errors(given, exact)
+    return Expected(exact, yardstick, by_inputs, _floors(inputs))
 
 
 class _Attention:
@@ -162,17 +163,17 @@ def assert_result(actual: Result, right: Expected) -> None:
         floor = right.floor[name]
         if name == "lse":
             assert_lse(value, right.exact.lse, floor)
-        elif name == "dsinks":
-            column = (slice(None), None, None)
-            assert_close(
-                name, value[column], exact[name][column], right.yardstick[name][column], floor
-            )
-        else:
-            assert_close(name, value, exact[name], right.yardstick[name], floor)
+            continue
+        column = (slice(None), None, None) if name == "dsinks" else ...
+        expectation = (exact[name], right.yardstick[name], right.handed[name])
+        want, yardstick, handed = (t[column] for t in expectation)
+        assert_close(name, value[column], want, yardstick, handed, floor)
 
 
-def assert_close(name: str, actual: Tensor, exact: Tensor, yardstick: Tensor, floor: float) -> None:
-    """Tensors [..., rows, heads, D]: error <= 2 * yardstick + floor, largest per ROW_BLOCK rows."""
+def assert_close(
+    name: str, actual: Tensor, exact: Tensor, yardstick: Tensor, handed: Tensor, floor: float
+) -> None:
+    """Tensors [..., rows, heads, D]; bounds the largest error of each ROW_BLOCK rows."""
     assert actual.shape == exact.shape, f"{name}: shape {actual.shape}, expected {exact.shape}"
     assert_same_nonfinite(name, actual, exact)
     if actual.numel() == 0:
@@ -180,7 +181,9 @@ def assert_close(name: str, actual: Tensor, exact: Tensor, yardstick: Tensor, fl
     error = _finite((actual.double() - exact).abs())
     # Any result is rounded to its dtype once, whatever luck the yardstick had.
     rounding = _finite(exact.abs()) * torch.finfo(actual.dtype).eps
-    bound = torch.maximum(2 * _block_max(yardstick), _block_max(rounding)) + floor
+    rounding, handed = _block_max(rounding), _block_max(handed)
+    bound = torch.maximum(2 * torch.maximum(_block_max(yardstick), handed), rounding + handed)
+    bound += floor
     worst = _block_max(error)
     excess = worst > bound
     if not excess.any():

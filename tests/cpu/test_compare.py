@@ -19,6 +19,7 @@ from compare import (
     Expected,
     Result,
     assert_bitwise,
+    assert_close,
     assert_lse,
     assert_result,
     expected,
@@ -44,12 +45,27 @@ def test_the_rounded_right_answer_passes() -> None:
 def test_one_wrong_element_is_found(name: str) -> None:
     actual, right = right_answer()
     at = (0, 70, 1, 3)
-    limit = 2 * float(right.yardstick[name].max()) + right.floor[name]
+    limit = 2 * float(right.yardstick[name].max() + right.handed[name].max()) + right.floor[name]
     getattr(actual, name)[at] += 4 * limit + 0.01
     with pytest.raises(
         AssertionError, match=rf"^{name}: error .* rows 64\.\.127 .*\[0, 70, 1, 3\]"
     ):
         assert_result(actual, right)
+
+
+@pytest.mark.parametrize(
+    ("yardstick", "handed", "value", "bound"),
+    [(1e-3, 0.0, 0.0, 2e-3), (1e-3, 4e-3, 0.0, 8e-3), (1e-5, 1e-3, 1.0, 1e-3 + 2**-7)],
+)
+def test_bounds(yardstick: float, handed: float, value: float, bound: float) -> None:
+    """Twice either error; and one rounding on top of what a backward was handed."""
+    exact = torch.full((70, 1, 1), value, dtype=torch.float64)
+    result = exact.bfloat16()
+    tensors = (torch.full_like(exact, yardstick), torch.full_like(exact, handed))
+    assert_close("dk", result, exact, *tensors, 0.0)
+    assert_close("dk", result, exact + 0.98 * bound, *tensors, 0.0)
+    with pytest.raises(AssertionError, match="dk: error"):
+        assert_close("dk", result, exact + 1.02 * bound, *tensors, 0.0)
 
 
 @pytest.mark.parametrize("name", ["out", "lse", "dq", "dk", "dv", "dsinks"])
