@@ -37,8 +37,9 @@ class BwdStep : public BwdCompute<Row> {
     Base::begin();
     mbarrier_wait(&smem_.v_full, 0);
     Score s, dp;
+    clear_hidden_rows<Masked>(m, 0);
     issue_scores(s, 0);
-    issue_dp<Masked>(dp, 0, m);
+    issue_dp(dp, 0);
     cute::warpgroup_wait<0>();
     hide_scores<Masked>(s, m);
     make_probabilities<0, kColumns>(s, 0);
@@ -48,6 +49,9 @@ class BwdStep : public BwdCompute<Row> {
 
   template <class Edge>
   FA_DEVICE void next(int m, Edge) {
+    meet();
+    clear_hidden_rows<Edge>(m, at_ + 1);
+    // No barrier of both behind this branch: they may take different sides of it.
     if (makes_dq())
       next<Edge, true>(m);
     else
@@ -80,7 +84,6 @@ class BwdStep : public BwdCompute<Row> {
   template <class Edge, bool kMakesDq>
   FA_DEVICE void next(int m) {
     Score s, dp;
-    meet();
     if constexpr (kMakesDq) {
       DqAcc dq;
       issue_dq(dq);
@@ -95,7 +98,7 @@ class BwdStep : public BwdCompute<Row> {
     note_adds();
     note_block(m);
     if constexpr (kEarlyDp) {
-      issue_dp<Edge>(dp, at_ + 1, m);
+      issue_dp(dp, at_ + 1);
       issue_dk();
       cute::warpgroup_wait<3>();  // S is there
       hide_scores<Edge>(s, m);
@@ -108,7 +111,7 @@ class BwdStep : public BwdCompute<Row> {
       keep_ahead(s);
       cute::warpgroup_wait<0>();  // dV is there
       cute::warpgroup_fence_operand(s);
-      issue_dp<Edge>(dp, at_ + 1, m);
+      issue_dp(dp, at_ + 1);
       issue_dk();
       make_probabilities<kColumns / 2, kColumns>(s, at_ + 1);
     }
@@ -174,19 +177,35 @@ class BwdStep : public BwdCompute<Row> {
   // Sᵀ of block `at`.
   FA_DEVICE void issue_scores(Score& s, uint32_t at) const {
     const int slot = Base::template slot<T::kSlots>(at);
-    mbarrier_wait(&smem_.q_slots.full[slot], Base::template parity<T::kSlots>(at));
+    wait_for_q(at);
     auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQ{});
     auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutK{});
     Base::template issue_ss<kZero>(typename T::MmaS{}, k, 0, q, slot, s);
   }
 
-  // dPᵀ of block `at`, which is block m of its head.
+  FA_DEVICE void wait_for_q(uint32_t at) const {
+    mbarrier_wait(&smem_.q_slots.full[Base::template slot<T::kSlots>(at)],
+                  Base::template parity<T::kSlots>(at));
+  }
+  FA_DEVICE void wait_for_do(uint32_t at) const {
+    mbarrier_wait(&smem_.do_slots.full[Base::template slot<T::kDoSlots>(at)],
+                  Base::template parity<T::kDoSlots>(at));
+  }
+  // In Q and dO of block `at`, which is block m of its head, before a product reads them.
   template <class Edge>
-  FA_DEVICE void issue_dp(Score& dp, uint32_t at, int m) const {
+  FA_DEVICE void clear_hidden_rows(int m, uint32_t at) const {
+    if constexpr (Edge::kMasked) {
+      if (!smem_.tile.ragged(m, T::kTileM)) return;
+      wait_for_q(at);
+      wait_for_do(at);
+      Base::scrub_rows(m, at);
+    }
+  }
+
+  // dPᵀ of block `at`.
+  FA_DEVICE void issue_dp(Score& dp, uint32_t at) const {
     const int slot = Base::template slot<T::kDoSlots>(at);
-    mbarrier_wait(&smem_.do_slots.full[slot], Base::template parity<T::kDoSlots>(at));
-    if constexpr (Edge::kMasked)
-      if (smem_.tile.ragged(m, T::kTileM)) Base::scrub_rows(m, at);
+    wait_for_do(at);
     auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDo{});
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v), typename T::LayoutV{});
     Base::template issue_ss<kZero>(typename T::MmaDp{}, v, 0, dout, slot, dp);
