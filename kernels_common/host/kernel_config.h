@@ -43,6 +43,8 @@ struct KernelConfig {
   int dropout = 0;    // 1: drops weights when the call asks for it
   int pack = 0;       // 1: rows of a tile are (position, query head of a key head), and its warps
                       // share them and divide the keys
+  int v_rows = 0;     // e4m3: slots of half a block of V, which the kernel transposes itself;
+                      // 0: a kernel ahead of it does
   int stages_ds = 1;  // backward: slots of dS
   DqAdd dq = DqAdd::kAtomic;
   int dq_turns = 1;  // counters per dQ tile that order its additions

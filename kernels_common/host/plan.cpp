@@ -67,7 +67,7 @@ float cap_of(const Problem& p) { return std::min(p.softcap, 1e30f); }
 
 // The transposed V of an e4m3 call; 0 for other rows.
 size_t transposed_bytes(const KernelEntry& row, const Problem& p) {
-  if (row.config.dtype != DType::kE4m3) return 0;
+  if (row.config.dtype != DType::kE4m3 || row.config.v_rows > 0) return 0;
   const int64_t planes = int64_t{p.heads_k} * (p.packed_k() ? 1 : p.seq.batch);
   return static_cast<size_t>(planes * p.dim_v * value_tiles(p.seq) * kValueTile);
 }

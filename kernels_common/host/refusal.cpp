@@ -253,6 +253,8 @@ const char* why_not(const KernelEntry& entry, const Problem& p, const DeviceInfo
     reasons.add("descales per %d keys, which must be a multiple of %d",
                 p.k_descale.block % row.tile_n != 0 ? p.k_descale.block : p.v_descale.block,
                 row.tile_n);
+  if (bits & kMisfitValueKeys)
+    reasons.add("transposes v itself: its keys must not be contiguous already");
   if (bits & kMisfitDropout) reasons.add("no dropout");
   if (bits & kMisfitPack) {
     if (p.batch_invariant)

@@ -130,6 +130,24 @@ float packed_cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& 
   return tile * std::max(least, tiles / static_cast<float>(device.sm_count));
 }
 
+// e4m3 rows that transpose V themselves do so for every tile, beside products that read the same
+// shared memory. With transposition_ahead() fitted to both ways on an H200, 16384 tokens, full and
+// causal: equal at S 2k to 4k; with 8 key heads for 32 of queries at 1k.
+float own_transposition(const KernelConfig& row) {
+  return row.v_rows > 0 ? 1.009f + 0.0003f * static_cast<float>(row.head_dim_v) : 1.0f;
+}
+
+// In scores of one multiprocessor: the kernel that transposes V ahead of other e4m3 rows, once for
+// all query heads of a group. It moves every byte twice, and has to be launched.
+float transposition_ahead(const KernelConfig& row, const Problem& p, const DeviceInfo& device) {
+  if (row.dtype != DType::kE4m3 || row.v_rows > 0) return 0.0f;
+  const auto keys =
+      static_cast<float>(p.packed_k() ? p.seq.total_k : int64_t{p.seq.seqlen_k} * p.seq.batch);
+  const float each = 75.0f + static_cast<float>(row.head_dim_v) / 5.0f;
+  return 30000.0f +
+         each * keys * static_cast<float>(p.heads_k) / static_cast<float>(device.sm_count);
+}
+
 bool runs_on(const KernelConfig& row, const DeviceInfo& device) {
   return row.arch == 90 ? device.hopper() : device.capability >= row.arch;
 }
@@ -164,6 +182,7 @@ uint32_t misfits(const KernelEntry& entry, const Problem& p, const DeviceInfo& d
       kMisfitDescale);
   require(row.dtype != DType::kE4m3 || whole_key_blocks(p, row.tile_n), kMisfitDescaleBlock);
   require(p.dropout_p == 0 || row.dropout, kMisfitDropout);
+  require(row.v_rows == 0 || p.v_stride_dim == 1, kMisfitValueKeys);
   require(!row.pack || packs(row, p), kMisfitPack);
   require(p.num_splits <= 1 || row.op != Op::kForward || row.arch == 80 || row.pack, kMisfitSplits);
   if (row.arch == 90) {
@@ -229,7 +248,7 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float policies = row.dtype == DType::kE4m3 ? 1.8f : 1.5f;  // 1.07 ms beside 0.58 (H200)
   const float score = row.score == ScoreKind::kScale ? 1.0f : policies;
   const float tile_shape = row.op == Op::kBackward ? traffic(row) : residency(entry, device);
-  const float per_score = architecture * mask * score * tile_shape *
+  const float per_score = architecture * mask * score * tile_shape * own_transposition(row) *
                           static_cast<float>(row.head_dim_qk + row.head_dim_v);
   if (p.batch_invariant) return per_score * time_per_score(row);
   // Rows of the Hopper backward are compared as if all tiles had 128 rows, or the smaller tiles of
@@ -249,7 +268,8 @@ float cost(const KernelEntry& entry, const Problem& p, const DeviceInfo& device)
   const float division = row.pack ? 1.05f : 1.0f;  // of packed rows by the group
   if (forward_on_hopper(row)) {
     const float share = row.pack ? split_share(entry, p, device, forward_tiles(entry, p)) : 1.0f;
-    return tile * division * share * std::max(1.0f, std::ceil(each));
+    return tile * division * share * std::max(1.0f, std::ceil(each)) +
+           per_score * transposition_ahead(row, p, device);
   }
   const float least = row.arch == 90 ? 1.0f : 128.0f / static_cast<float>(row.tile_m);
   return tile * std::max({1.0f, least, each});

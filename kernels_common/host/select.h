@@ -35,6 +35,7 @@ enum Misfit : uint32_t {
   kMisfitReserve = 1 << 16,  // the row needs a block per tile, on every multiprocessor
   kMisfitPack = 1 << 17,     // the row packs query heads, and the call has too many rows for that
   kMisfitDescaleBlock = 1 << 18,  // blocks of keys have more than one descale
+  kMisfitValueKeys = 1 << 19,     // the row transposes V, whose keys are contiguous already
 };
 
 // Whether blocks of tile_n keys have one descale each. Left padding moves the blocks of a sequence,

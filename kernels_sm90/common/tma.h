@@ -56,9 +56,10 @@ FA_DEVICE void tma_store(const TensorMap& map, const void* shared, BoxCoord at) 
 
 FA_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
-// This thread's stores have read shared memory.
+// This thread's stores but the last kPending have read shared memory.
+template <int kPending = 0>
 FA_DEVICE void tma_store_wait_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
 }  // namespace fa::sm90

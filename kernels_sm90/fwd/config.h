@@ -49,12 +49,20 @@ struct FwdTypes {
   static constexpr int kConsumerWarps = 4 * kConsumers;
   static constexpr bool kFp8 = kConfig.dtype == DType::kE4m3;
   static constexpr bool kPacked = kConfig.pack == 1;  // rows are (position, head of a group)
+  // e4m3: V comes as it lies in memory, to be transposed here by two warps beside the loader's and
+  // the scheduler's.
+  static constexpr int kRowSlots = kConfig.v_rows;
+  static constexpr bool kTransposes = kRowSlots > 0;
+  static constexpr int kTransposers = 2;
+  static constexpr int kRowKeys = kConfig.tile_n / 2;  // of a slot: half a block
   static constexpr int kElementBytes = kFp8 ? 1 : 2;
   // Columns of one swizzled panel of Q and K (16 bits: of V too): 128 bytes, or 64 where the head
   // dims are no multiple of that.
   static constexpr bool kWholePanels = kDimQk * kElementBytes % 128 == 0 && kDimV % 64 == 0;
   static constexpr int kPanel = (kWholePanels ? 128 : 64) / kElementBytes;
   static constexpr int kOutPanel = kFp8 ? 64 : kPanel;  // of O: 16-bit numbers
+  // Panels in O's own buffer: rows of V leave a wide O room for two, used in turn.
+  static constexpr int kOutPanels = kTransposes && kDimV > 128 ? 2 : kDimV / kOutPanel;
   // Probabilities reach 2^8 in e4m3, whose largest number is 448: never saturated, for the maximum
   // is taken over in every block, and small ones keep their bits down to 2^-14.
   static constexpr float kProbabilityShift = kFp8 ? 8.f : 0.f;
@@ -103,6 +111,8 @@ struct FwdTypes {
       !kPacked || (!kFp8 && !kCopied && !kSelfLoad && kConfig.o_buf != 2 &&
                    kConfig.score == ScoreKind::kScale),
       "pack=1 is for 16-bit rows by TMA with the score `scale` whose O leaves through memory");
+  static_assert(!kTransposes || (kFp8 && kRowKeys % 32 == 0),
+                "v_rows is for e4m3 rows, tile_n then a multiple of 64");
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(!kFp8 || kConfig.step == StepKind::kSerial,
                 "e4m3 rows do not overlap the products of two key blocks");
@@ -154,7 +164,7 @@ struct FwdTypes {
 
   static constexpr int kQBytes = kTileM * kDimQk * kElementBytes,
                        kKBytes = kTileN * kDimQk * kElementBytes,
-                       kVBytes = kLoadedKeys * kDimV * kElementBytes;
+                       kVBytes = (kTransposes ? kRowKeys : kLoadedKeys) * kDimV * kElementBytes;
 };
 
 }  // namespace fa::sm90

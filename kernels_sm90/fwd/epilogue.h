@@ -23,6 +23,15 @@ class FwdEpilogue {
   // O := O / row sum and LSE, for a tile that saw keys. `rows`: FwdSmem::output_rows of warp 0.
   FA_DEVICE void store(Output& o, OnlineSoftmax<2>& softmax, const FwdTile& tile,
                        uint16_t* rows) const {
+    if constexpr (T::kTransposes) {  // transpose_blocks.h: every second pair of columns is swapped
+      CUTE_UNROLL
+      for (int i = 0; i < cute::size(o); i += 2)
+        if (i / 4 % 2 != 0) {
+          const float first = o.data()[i];
+          o.data()[i] = o.data()[i + 1];
+          o.data()[i + 1] = first;
+        }
+    }
     const float sink = T::kPacked ? 0.f : sink_of(args_, tile.head_q);
     float sinks[2] = {sink, sink};
     if constexpr (T::kPacked) {
@@ -143,6 +152,8 @@ class FwdEpilogue {
     }
     // Lane l addresses row l % 16 of the 16 x 16 block, column half l / 16. The swizzle is chunk ^
     // row % 8, in panels of 64 bytes chunk ^ row / 2 % 4.
+    if constexpr (T::kOwnOutput && T::kOutPanels * T::kOutPanel < T::kDimV)
+      return store_panels(o, tile, rows);
     constexpr int kRowBytes = T::kOutPanel * 2, kBlocks = T::kOutPanel / 16;
     const int row = lane() % 16, half = lane() / 16;
     const int swizzle = kRowBytes == 128 ? row % 8 : row / 2 % 4;
@@ -165,6 +176,32 @@ class FwdEpilogue {
           tma_store(map_, rows + panel * T::kTileM * T::kOutPanel,
                     box_of(tile, q_row, panel * T::kOutPanel));
       tma_store_commit();
+    }
+  }
+
+  // The same panel after panel, through a buffer of two.
+  FA_DEVICE void store_panels(const Output& o, const FwdTile& tile, uint16_t* rows) const {
+    static_assert(T::kOutPanel == 64);
+    const int row = lane() % 16, half = lane() / 16, swizzle = row % 8;
+    const int q_row = tile.seq.m_first + 16 * thread_.warp();
+    CUTE_UNROLL
+    for (int panel = 0; panel < T::kDimV / 64; ++panel) {
+      uint16_t* box = rows + panel % 2 * (T::kTileM * 64);
+      if (lane() == 0) tma_store_wait_read<1>();  // the panel before may wait, not the one here
+      __syncwarp();
+      const uint32_t base = shared_address(box) + row * 128;
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const float* f = o.data() + 32 * panel + 8 * i;
+        store_matrices(base + (((2 * i + half) ^ swizzle) * 16), pack(f[0], f[1]), pack(f[2], f[3]),
+                       pack(f[4], f[5]), pack(f[6], f[7]));
+      }
+      fence_async_shared();
+      __syncwarp();
+      if (lane() == 0 && q_row < tile.seq.q_slot * rows_of_position()) {
+        if (panel * 64 < args_.dim_v) tma_store(map_, box, box_of(tile, q_row, panel * 64));
+        tma_store_commit();
+      }
     }
   }
 

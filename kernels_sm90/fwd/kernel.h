@@ -7,6 +7,7 @@
 #include "kernels_sm90/fwd/fp8_step.h"
 #include "kernels_sm90/fwd/producer.h"
 #include "kernels_sm90/fwd/step.h"
+#include "kernels_sm90/fwd/transpose_blocks.h"
 
 namespace fa::sm90 {
 
@@ -23,8 +24,12 @@ FA_DEVICE void init_barriers(FwdSmem<Row>& smem) {
     smem.q_slots.init(T::kConsumerWarps);
     constexpr int kWriters = T::kCopied ? CopyKv<Row>::kThreads : 1;
     smem.k_slots.init(T::kConsumerWarps, kWriters);
-    smem.v_slots.init(T::kConsumerWarps, kWriters);
-    constexpr int kLoaders = T::kCopied ? 3 : T::kSelfLoad ? 0 : 1;  // that read descriptions
+    smem.v_slots.init(T::kConsumerWarps, T::kTransposes ? T::kTransposers : kWriters);
+    if constexpr (T::kTransposes) smem.row_slots.init(T::kTransposers);
+    constexpr int kLoaders = T::kTransposes ? 1 + T::kTransposers
+                             : T::kCopied   ? 3
+                             : T::kSelfLoad ? 0
+                                            : 1;  // that read descriptions
     smem.tile_slots.init(T::kConsumerWarps + kLoaders);
     if constexpr (T::kSelfLoad) smem.self = {};
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -110,6 +115,8 @@ __global__ void __launch_bounds__(FwdTypes<Row>::kThreads, 1)
                    TmaKv<Row>{params.k, params.v, smem});
     } else if (threadIdx.x == 32) {
       schedule<Row>(params.args, smem);
+    } else if constexpr (T::kTransposes) {
+      if (threadIdx.x >= 64) transpose_blocks<Row>(smem, threadIdx.x - 64);
     }
   } else {
     grow_registers<Budget::kConsumer>();

@@ -16,32 +16,36 @@ struct TmaKv {
   const TensorMap& k_map;
   const TensorMap& v_map;
   FwdSmem<Row>& smem;
-  SlotCursor<T::kStages> k_at{1}, v_at{1};
+  SlotCursor<T::kStages> k_at{1};
+  SlotCursor<T::kTransposes ? T::kRowSlots : T::kStages> v_at{1};
 
   FA_DEVICE void load_k(const FwdTile& tile, int n) {
-    load<T::kDimQk>(k_map, smem.k, smem.k_slots, k_at, tile, n);
+    load<T::kDimQk, T::kTileN>(k_map, smem.k, smem.k_slots, k_at, tile, n);
   }
   FA_DEVICE void load_v(const FwdTile& tile, int n) {
-    if constexpr (T::kFp8)
+    if constexpr (T::kTransposes)
+      for (int half = 1; half >= 0; --half)
+        load<T::kDimV, T::kRowKeys>(v_map, smem.v_rows.data, smem.row_slots, v_at, tile,
+                                    2 * n + half);
+    else if constexpr (T::kFp8)
       load_transposed(tile, n);
     else
-      load<T::kDimV>(v_map, smem.v, smem.v_slots, v_at, tile, n);
+      load<T::kDimV, T::kTileN>(v_map, smem.v, smem.v_slots, v_at, tile, n);
   }
 
  private:
-  template <int kDim>
+  template <int kDim, int kKeys, int kSlots>
   FA_DEVICE static void load(const TensorMap& map, typename T::E* tiles,
-                             SlotBarriers<T::kStages>& slots, SlotCursor<T::kStages>& at,
+                             SlotBarriers<kSlots>& slots, SlotCursor<kSlots>& at,
                              const FwdTile& tile, int n) {
     mbarrier_wait(&slots.empty[at.slot()], at.parity());
     uint64_t* full = &slots.full[at.slot()];
-    mbarrier_expect(full, T::kTileN * kDim * T::kElementBytes);
+    mbarrier_expect(full, kKeys * kDim * T::kElementBytes);
     CUTE_UNROLL
     for (int panel = 0; panel < kDim / T::kPanel; ++panel)
       tma_load<L2Policy::kEvictLast>(
-          map, tiles + (at.slot() * kDim + panel * T::kPanel) * T::kTileN, full,
-          BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * T::kTileN, tile.head_k,
-                   tile.seq.k_batch});
+          map, tiles + (at.slot() * kDim + panel * T::kPanel) * kKeys, full,
+          BoxCoord{panel * T::kPanel, tile.seq.k_begin + n * kKeys, tile.head_k, tile.seq.k_batch});
     at.advance();
   }
 

@@ -82,11 +82,11 @@ fa_status encode_maps(const FwdArgs& args, KernelParams<Row>* params) {
   if (k_rows > 0) {  // otherwise no block is ever loaded
     FA_TRY(encode_rows("k", args.k, kType, args.dim_qk, k_rows, args.heads_k, k_batch, T::kTileN,
                        &params->k, T::kPanel));
-    if constexpr (T::kFp8)
+    if constexpr (T::kFp8 && !T::kTransposes)
       FA_TRY(encode_value_keys(args, T::kDimV, &params->v));
     else
-      FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch, T::kTileN,
-                         &params->v, T::kPanel));
+      FA_TRY(encode_rows("v", args.v, kType, args.dim_v, k_rows, args.heads_k, k_batch,
+                         T::kTransposes ? T::kRowKeys : T::kTileN, &params->v, T::kPanel));
   }
   constexpr DType kOutType = T::kFp8 ? DType::kBf16 : kType;  // TMA only moves 16 bits
   if (args.out_fp32 != 0) return FA_OK;
@@ -122,7 +122,7 @@ fa_status launch(const LaunchArgs& args, void* stream) {
   FA_TRY(encode_maps<Row>(params.args, &params));
   if (params.args.next_tile != nullptr) FA_TRY(clear_counter(params.args.next_tile, stream));
   bool overlapped = false;
-  if constexpr (FwdTypes<Row>::kFp8)
+  if constexpr (FwdTypes<Row>::kFp8 && !FwdTypes<Row>::kTransposes)
     FA_TRY(transpose_values<Row>(params.args, stream, &overlapped));
   return launch_row<Row>(function<Row>(), args.grid, FwdTypes<Row>::kThreads, kFwdSmemBytes<Row>,
                          &params, stream, overlapped);

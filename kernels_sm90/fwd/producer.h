@@ -27,6 +27,19 @@ FA_DEVICE void load_tile(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
   kv.load_v(tile, n);
 }
 
+// The same where V is transposed on its way: it is asked for before the next K, and before a Q that
+// has to wait.
+template <class Row>
+FA_DEVICE void load_tile_values_first(const FwdTile& tile, TmaQ<Row>& q, TmaKv<Row>& kv) {
+  if constexpr (FwdTypes<Row>::kQSlots > 1) q.load(tile);
+#pragma unroll 1
+  for (int n = tile.range.end - 1; n >= tile.range.begin; --n) {
+    kv.load_k(tile, n);
+    kv.load_v(tile, n);
+    if (FwdTypes<Row>::kQSlots == 1 && n == tile.range.end - 1) q.load(tile);
+  }
+}
+
 template <class Row>
 using RowTiles = BlockTiles<FwdTypes<Row>::kTallUnmasked>;
 
@@ -63,10 +76,16 @@ FA_DEVICE void produce(FwdSmem<Row>& smem, TmaQ<Row> q, TmaKv<Row> kv) {
     mbarrier_wait(&smem.tile_slots.full[at.slot()], at.parity());
     const FwdTile& tile = smem.tiles[at.slot()];
     if (tile.last) break;
-    if (tile.has_work()) load_tile<Row>(tile, q, kv);
+    if (tile.has_work()) {
+      if constexpr (FwdTypes<Row>::kTransposes)
+        load_tile_values_first<Row>(tile, q, kv);
+      else
+        load_tile<Row>(tile, q, kv);
+    }
     mbarrier_arrive(&smem.tile_slots.empty[at.slot()]);
   }
-  if constexpr (FwdTypes<Row>::kFp8) wait_for_kernel_ahead();  // this one must not end before it
+  if constexpr (FwdTypes<Row>::kFp8 && !FwdTypes<Row>::kTransposes)
+    wait_for_kernel_ahead();  // this one must not end before it
 }
 
 // The same without TMA for K and V: one lane brings Q, two warps copy.

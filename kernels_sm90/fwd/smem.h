@@ -24,6 +24,14 @@ struct SelfLoadState {
 };
 struct NoSelfLoadState {};
 
+// Halves of blocks of V before they are transposed, (kRowKeys, dim_v, slot), panels as in K.
+template <class Row>
+struct ValueRows {
+  using T = FwdTypes<Row>;
+  alignas(kSmemAlign) typename T::E data[T::kRowKeys * T::kDimV * T::kRowSlots];
+};
+struct NoValueRows {};
+
 template <class Row>
 struct FwdSmem {
   using T = FwdTypes<Row>;
@@ -32,10 +40,15 @@ struct FwdSmem {
   alignas(kSmemAlign) E q[cute::cosize_v<typename T::LayoutQ>];
   alignas(kSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
   alignas(kSmemAlign) E v[cute::cosize_v<typename T::LayoutVt>];
+  [[no_unique_address]] std::conditional_t<T::kTransposes, ValueRows<Row>, NoValueRows> v_rows;
   // 16-bit numbers, panels of kOutPanel columns as in a 16-bit Q, one slot
-  alignas(T::kOwnOutput ? kSmemAlign : 16) uint16_t o[T::kOwnOutput ? T::kTileM * T::kDimV : 8];
+  alignas(T::kOwnOutput
+              ? kSmemAlign
+              : 16) uint16_t o[T::kOwnOutput ? T::kTileM * T::kOutPanels * T::kOutPanel : 8];
   SlotBarriers<T::kQSlots> q_slots;
   SlotBarriers<T::kStages> k_slots, v_slots;
+  [[no_unique_address]] std::conditional_t<
+      T::kTransposes, SlotBarriers<T::kTransposes ? T::kRowSlots : 1>, NoValueRows> row_slots;
   SlotBarriers<kTileSlots> tile_slots;
   float row_sums[T::kSumsInShared ? 2 : 1][T::kSumsInShared ? 32 * T::kConsumerWarps : 1];
   FwdTile tiles[kTileSlots];

@@ -485,30 +485,69 @@ void lines_of_missing_rows() {
       "serial,o_buf=1,release,30,");
 }
 
-// Head dim 128 in e4m3: three warpgroups from 2048 keys on, two where a call is short; the row with
-// score policies for no plain call, however few rows of a window it would waste.
+// Head dim 128 in e4m3: two warpgroups where an unmasked call is short, else three, which transpose
+// V themselves up to 2048 keys; the row with score policies for no plain call, however few rows of
+// a window it would waste.
 void rows_of_e4m3() {
   KernelConfig config = hopper_row(DType::kE4m3, 128, MaskKind::kBand);
   config.tile_m = 192, config.warps = 16;
   const KernelEntry tall = entry("tall", config, 200000);
+  config.v_rows = 4;
+  const KernelEntry own = entry("own", config, 200000);
   config = hopper_row(DType::kE4m3, 128, MaskKind::kNone);
   config.tile_n = 256;
+  config.v_rows = 2;
   const KernelEntry wide = entry("wide", config, 200000);
   config = hopper_row(DType::kE4m3, 128, MaskKind::kBand);
   config.score = ScoreKind::kAny;
   const KernelEntry any = entry("any", config, 200000);
-  const std::array<const KernelEntry*, 3> rows = {&tall, &wide, &any};
+  const std::array<const KernelEntry*, 4> rows = {&tall, &own, &wide, &any};
   for (int length : {256, 1024, 2048, 16384}) {
     Call c = Call(16384 / length, length, length, 16, 16, 128, FA_E4M3).h200();
     c.params.out.dtype = FA_BF16;
-    expect_row(c, length < 2048 ? "wide" : "tall", rows);
-    expect_row(c.causal(), "tall", rows);
+    expect_row(c, length < 2048 ? "wide" : length == 2048 ? "own" : "tall", rows);
+    expect_row(c.causal(), length <= 2048 ? "own" : "tall", rows);
   }
   Call window = Call(1, 513, 700, 4, 2, 128, FA_E4M3).h200();
   window.params.out.dtype = FA_BF16;
   window.params.mask.window_left = 100;
   window.params.mask.window_right = 20;
-  expect_row(window, "tall", rows);
+  expect_row(window, "own", rows);
+  Call shared = Call(4, 4096, 4096, 32, 8, 128, FA_E4M3).h200();
+  shared.params.out.dtype = FA_BF16;
+  expect_row(shared, "tall", rows);
+  expect_row(shared.causal(), "tall", rows);
+}
+
+// V transposed by the attention kernel itself where a call is short, ahead of it where that is a
+// small part: long calls, and groups of query heads that share the result. Contiguous keys leave no
+// choice.
+void rows_that_transpose_values() {
+  for (int dim : {64, 128, 256}) {
+    KernelConfig config = hopper_row(DType::kE4m3, dim, MaskKind::kBand);
+    const KernelEntry ahead = entry("ahead", config, 200000);
+    config.v_rows = 4;
+    const KernelEntry own = entry("own", config, 200000);
+    const std::array<const KernelEntry*, 2> rows = {&ahead, &own};
+    const auto call = [dim](int batch, int length_q, int length_k, int group) {
+      const int heads = 2048 / dim;
+      Call c = Call(batch, length_q, length_k, heads, heads / group, dim, FA_E4M3).h200();
+      c.params.out.dtype = FA_BF16;
+      return c;
+    };
+    expect_row(call(16, 1024, 1024, 1), "own", rows);
+    expect_row(call(16, 1024, 1024, 1).causal(), "own", rows);
+    expect_row(call(1, 16384, 16384, 1), "ahead", rows);
+    expect_row(call(8, 128, 8192, 1), "own", rows);
+    expect_row(call(4, 4096, 4096, 4), "ahead", rows);
+    Call columns = call(16, 1024, 1024, 1);
+    columns.params.v.stride_row = 1;
+    columns.params.v.stride_dim = 1024;
+    columns.params.v.stride_head = int64_t{1024} * dim;
+    expect_row(columns, "ahead", rows);
+    const std::array<const KernelEntry*, 1> alone = {&own};
+    expect_refused(columns, FA_ERROR_UNSUPPORTED, "transposes v itself", alone);
+  }
 }
 
 // A row that has score policies, and blocks of keys with one descale each.
@@ -603,6 +642,7 @@ int main() {
   backward_rows();
   lines_of_missing_rows();
   rows_of_e4m3();
+  rows_that_transpose_values();
   descales_per_block();
   devices_without_rows();
   batch_invariance();
