@@ -38,14 +38,7 @@ struct ExactSoftmax {
                                    const int (&top)[2], float (&m)[2]) {
     m[0] = __int_as_float(top[0]), m[1] = __int_as_float(top[1]);
     if (!__any_sync(0xffffffffu, top[0] < 0 || top[1] < 0)) return;
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float y = softmax.max[r];
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
-      y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
-      m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
-    }
+    find_any(softmax, scores, m);
   }
 
   // Whether a row of this warp has another maximum than before. If so, softmax.alpha is what its
@@ -67,14 +60,7 @@ struct ExactSoftmax {
   template <class View>
   FA_DEVICE static void adopt_any(OnlineSoftmax<2>& softmax, const View& scores, float scale_log2) {
     float m[2];
-    CUTE_UNROLL
-    for (int r = 0; r < 2; ++r) {
-      float y = softmax.max[r];
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
-      y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
-      m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
-    }
+    find_any(softmax, scores, m);
     take(softmax, m, scale_log2);
   }
 
@@ -127,6 +113,20 @@ struct ExactSoftmax {
   }
 
  private:
+  // Largest of the old maxima and the scores, whole rows, of any sign.
+  template <class View>
+  FA_DEVICE static void find_any(const OnlineSoftmax<2>& softmax, const View& scores,
+                                 float (&m)[2]) {
+    CUTE_UNROLL
+    for (int r = 0; r < 2; ++r) {
+      float y = softmax.max[r];
+      CUTE_UNROLL
+      for (int c = 0; c < cute::size<1>(scores); ++c) y = max_or_nan(y, scores(r, c));
+      y = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 1));
+      m[r] = max_or_nan(y, __shfl_xor_sync(0xffffffffu, y, 2));
+    }
+  }
+
   FA_DEVICE static void take(OnlineSoftmax<2>& softmax, const float (&m)[2], float scale_log2) {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
