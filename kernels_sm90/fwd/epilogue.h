@@ -43,16 +43,24 @@ class FwdEpilogue {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) softmax.sum[r] *= tile.v_descale;
     }
-    // A row without keys is 0 by definition: 0 · inf of another row's V must not show.
+    if (tile.seq.m_first + T::kTileM > tile.seq.q_len * rows_of_position())
+      clear_rows(softmax, tile.seq);
     auto view = acc_view(o);  // (2, dim_v / 4)
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(view); ++c)
-        view(r, c) = softmax.sum[r] == 0.f ? 0.f : view(r, c) * softmax.sum[r];
+      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) *= softmax.sum[r];
     }
-    if (tile.seq.m_first + T::kTileM > tile.seq.q_len * rows_of_position())
-      clear_rows(view, softmax, tile.seq);
+    // A row without keys is 0 by definition: 0 · inf of another row's V must not show. Few tiles
+    // have such rows.
+    if (__any_sync(0xffffffffu, softmax.sum[0] == 0.f || softmax.sum[1] == 0.f)) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        CUTE_UNROLL
+        for (int c = 0; c < cute::size<1>(view); ++c)
+          if (softmax.sum[r] == 0.f) view(r, c) = 0.f;
+      }
+    }
     store_lse(softmax, tile);
     if constexpr (!T::kOwnOutput && !T::kOutputOverQ) {
       if (args_.out_fp32 == 0)
@@ -109,14 +117,12 @@ class FwdEpilogue {
   FA_DEVICE int first_row() const { return thread_.warp_of_lane() * 16 + lane() / 4; }
 
   // Rows at and after q_len are defined as empty, whatever q held there.
-  template <class View>
-  FA_DEVICE void clear_rows(View& view, OnlineSoftmax<2>& softmax, const SeqInfo& seq) const {
+  FA_DEVICE void clear_rows(OnlineSoftmax<2>& softmax, const SeqInfo& seq) const {
     CUTE_UNROLL
     for (int r = 0; r < 2; ++r) {
       if (seq.m_first + first_row() + 8 * r < seq.q_len * rows_of_position()) continue;
       softmax.max[r] = -INFINITY;
-      CUTE_UNROLL
-      for (int c = 0; c < cute::size<1>(view); ++c) view(r, c) = 0.f;
+      softmax.sum[r] = 0.f;
     }
   }
 
