@@ -93,6 +93,18 @@ FA_HOST_DEVICE constexpr KeyRange key_range(const Band& band, int q_first, int q
                   end,   any_lo,     any_hi};
 }
 
+// The blocks of `whole`, the range of a tile that is not empty, which rows [q_first, q_last] of the
+// tile see. At least one, which then is masked: a row without a key has a result too.
+FA_HOST_DEVICE constexpr KeyRange range_within(const KeyRange& whole, const Band& band, int q_first,
+                                               int q_last, int k_len, int tile_n) {
+  KeyRange r = key_range(band, q_first, q_last, k_len, tile_n);
+  r.end = clamp_to(r.end, whole.begin + 1, whole.end);
+  r.begin = clamp_to(r.begin, whole.begin, r.end - 1);
+  r.full_begin = clamp_to(r.full_begin, r.begin, r.end);
+  r.full_end = clamp_to(r.full_end, r.full_begin, r.end);
+  return r;
+}
+
 // Blocks of tile_m query rows that see a tile of keys, as KeyRange. Blocks in [full_begin,
 // full_end) see every key of the tile and need no mask: none does where the tile reaches behind
 // k_len. [any_lo, any_hi) are the rows that see at least one of its keys.

@@ -52,21 +52,30 @@ FA_DEVICE void consume(const KernelParams<Row>& params, FwdSmem<Row>& smem, int 
     mbarrier_wait(&smem.tile_slots.full[slot], at.parity());
     const FwdTile& tile = smem.tiles[slot];
     const bool work = tile.has_work();
-    KeyRange range = tile.range;
-    const int passed = work ? tile.passed[step.warpgroup()] : 0;
+    OwnBlocks own;
+    int before = 0, passed = 0;
+    if constexpr (T::Mask::kNeeded) {
+      own = tile.own[step.warpgroup()];
+      before = tile.passes[step.warpgroup()];
+      passed = work ? tile.range.end - own.end : 0;
+    } else {  // the same in fewer registers
+      const KeyRange whole = tile.range;
+      passed = work ? tile.passes[step.warpgroup()] : 0;
+      own = OwnBlocks{whole.begin, whole.full_begin, min_of(whole.full_end, whole.end - passed),
+                      whole.end - passed};
+    }
     // Every warpgroup takes one turn per block, passed or not, and one for the last product of a
     // tile that is not carried into the next.
     const int alone = Step::kCarry && !work ? 1 : 0;
 #pragma unroll 1
-    for (int i = 0; i < alone + passed; ++i) {
+    for (int i = 0; i < before + alone + passed; ++i) {
       step.settle();
-      if (i >= alone) step.pass_block();
+      if (alone == 0 || i < before) step.pass_block();
     }
     if (tile.last) break;
-    range.end -= passed;
-    range.full_end = min_of(range.full_end, range.end);
-    if (range.begin < range.end) {
+    if (work && own.begin < own.end) {
       step.begin(slot);
+      const KeyRange range{own.begin, own.full_begin, own.full_end, own.end, 0, 0};
       attend_tile<typename T::Mask>(step, range, score);
       continue;  // the step retires the tile
     }

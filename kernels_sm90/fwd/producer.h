@@ -59,11 +59,15 @@ FA_DEVICE bool next_tile(const FwdArgs& args, RowTiles<Row>& tiles, FwdTile& til
 template <class Row>
 FA_DEVICE void schedule(const FwdArgs& args, FwdSmem<Row>& smem) {
   RowTiles<Row> tiles(args);
+  FwdTile& none = smem.tiles[kTileSlots - 1];  // before the first
+  none.range.begin = 0;
+  for (OwnBlocks& own : none.own) own.begin = 0;
   for (SlotCursor<kTileSlots> at{1};; at.advance()) {
     mbarrier_wait(&smem.tile_slots.empty[at.slot()], at.parity());
     FwdTile& tile = smem.tiles[at.slot()];
     const bool last = !next_tile<Row>(args, tiles, tile);
     if (last) tile.last = 1;
+    find_passes<Row>(smem.tiles[(at.slot() + kTileSlots - 1) % kTileSlots], tile);
     mbarrier_arrive(&smem.tile_slots.full[at.slot()]);
     if (last) return;
   }

@@ -9,6 +9,11 @@
 
 namespace fa::sm90 {
 
+// Key blocks of one consumer warpgroup, as in KeyRange; it passes the others of its tile.
+struct alignas(16) OwnBlocks {
+  int begin, full_begin, full_end, end;
+};
+
 // Written by the producer, read by the consumers, who keep none of it in registers.
 struct FwdTile {
   SeqInfo seq;
@@ -22,8 +27,11 @@ struct FwdTile {
   // e4m3: factors of scores and of V; where the tile's V begins in FwdArgs::v_keys.
   float scale_log2, qk_descale, v_descale;
   int v_begin, v_batch;
-  int passed[4];  // per consumer warpgroup: blocks at the right end that none of its rows sees
-  int last;       // 1: no tile, the block is done
+  OwnBlocks own[3];  // per consumer warpgroup
+  // The same: blocks at the left end of the tile before that it has still to pass; unmasked tiles
+  // have none, and those at the right end of this tile stand here.
+  int passes[3];
+  int last;  // 1: no tile, the block is done
 
   // Otherwise neither side touches a slot of Q, K or V.
   FA_DEVICE bool has_work() const { return last == 0 && range.begin < range.end; }
@@ -83,28 +91,34 @@ FA_DEVICE void find_hidden_keys(const SeqArgs& args, FwdTile& tile) {
   tile.scrub_last = tile.range.begin * T::kTileN < tile.keys_lo;
 }
 
-// Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, and behind the
-// last row. A block whose rows are overwritten is passed by none, since all consumers take part in
-// that.
+// Rows of one warpgroup may need fewer blocks than the tile: under a causal mask, in a window, and
+// behind the last row. A block whose rows are overwritten is passed by none, since all consumers
+// take part in that. The loop stays one: this warp has few registers.
 // `rows`: of a position.
 template <class Row>
-FA_DEVICE void find_passed_blocks(FwdTile& tile, int rows) {
+FA_DEVICE void find_own_blocks(FwdTile& tile, int rows) {
   using T = FwdTypes<Row>;
   const SeqInfo& s = tile.seq;
-  const int blocks = tile.range.end - tile.range.begin;
+  const bool shared = tile.scrub_first || tile.scrub_last;
+#pragma unroll 1
   for (int w = 0; w < T::kConsumers; ++w) {
-    const int first_row = s.m_first + 64 * w;
-    int passed = 0;
-    if (first_row >= s.q_slot * rows) {
-      passed = blocks;
-    } else if (T::Mask::kNeeded && first_row < s.q_len * rows) {
-      const int last_key = tile.band.last_key(min_of(first_row + 63, s.q_len * rows - 1) / rows);
-      const int end =
-          ceil_div(max_of(min_of(s.k_len, min_of(last_key, kUnlimited - 1) + 1), 0), T::kTileN);
-      passed = clamp_to(tile.range.end - end, 0, blocks - 1);
-    }
-    tile.passed[w] = tile.scrub_first || tile.scrub_last ? 0 : passed;
+    const int first = s.m_first + 64 * w, end = min_of(first + 64, s.q_len * rows);
+    KeyRange r = tile.range;
+    if (first >= s.q_slot * rows && !shared)
+      r.full_begin = r.full_end = r.end = r.begin;
+    else if (T::Mask::kNeeded && first < end && !shared && r.begin < r.end)
+      r = range_within(r, tile.band, first / rows, (end - 1) / rows, s.k_len, T::kTileN);
+    tile.own[w] = OwnBlocks{r.begin, r.full_begin, r.full_end, r.end};
   }
+}
+
+// A warpgroup passes the left end of a tile together with the right end of the next.
+template <class Row>
+FA_DEVICE void find_passes(const FwdTile& before, FwdTile& tile) {
+#pragma unroll 1
+  for (int w = 0; w < FwdTypes<Row>::kConsumers; ++w)
+    tile.passes[w] = FwdTypes<Row>::Mask::kNeeded ? before.own[w].begin - before.range.begin
+                                                  : tile.range.end - tile.own[w].end;
 }
 
 template <class Row>
@@ -139,7 +153,8 @@ FA_DEVICE void fwd_tile(const FwdArgs& args, int index, FwdTile& tile) {
     tile.scrub_first = tile.scrub_last = 0;  // the transposed V has zeros there
     find_descales(args, tile);
   }
-  find_passed_blocks<Row>(tile, rows);
+  asm volatile("" ::: "memory");  // what is known so far leaves the registers
+  find_own_blocks<Row>(tile, rows);
 }
 
 // The tiles of this block: dealt in rounds, of which every second runs backwards, so that no block

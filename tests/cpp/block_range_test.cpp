@@ -67,6 +67,41 @@ void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, in
   }
 }
 
+// Some rows of a tile, in every part of its range.
+void check_within(const BandArgs& m, int q_len, int k_len, const KeyRange& whole, int first,
+                  int last, int tile_n) {
+  const KeyRange r = range_within(whole, make_band(m, q_len, k_len), first, last, k_len, tile_n);
+  expect(whole.begin <= r.begin && r.begin < r.end && r.end <= whole.end &&
+             r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
+         "rows of a tile have a block of it, and the bounds are ordered");
+  for (int n = whole.begin; n < whole.end; ++n) {
+    bool any = false, all = true;
+    for (int i = first; i <= last; ++i)
+      for (int j = n * tile_n; j < (n + 1) * tile_n; ++j) {
+        const bool seen = visible(m, q_len, k_len, i, j);
+        any |= seen;
+        all &= seen;
+      }
+    const bool in = n >= r.begin && n < r.end, full = n >= r.full_begin && n < r.full_end;
+    expect((in == any || r.end - r.begin == 1) && (in || !any) && full == all, here(),
+           "block %d of %d keys in %d..%d, rows %d..%d, q_len %d, k_len %d, left %d, right %d, "
+           "chunk %d, top_left %d: visited %d, whole %d",
+           n, tile_n, whole.begin, whole.end, first, last, q_len, k_len, m.left, m.right, m.chunk,
+           m.top_left, in, full);
+  }
+}
+
+void check_rows_within(const BandArgs& m, int q_len, int k_len, int first, int last, int tile_n) {
+  const KeyRange tile = key_range(make_band(m, q_len, k_len), first, last, k_len, tile_n);
+  for (int parts = 1; parts <= 2; ++parts)
+    for (int part = 0; part < parts; ++part) {
+      const KeyRange whole = part_of(tile, part, parts);
+      if (whole.begin == whole.end) continue;
+      for (int i = first; i <= last; ++i)
+        check_within(m, q_len, k_len, whole, i, min_of(i + 1, last), tile_n);
+    }
+}
+
 // The transpose, for one tile of keys against every query row.
 void check_key_tile(const BandArgs& m, int q_len, int k_len, int k_first, int tile_m, int tile_n) {
   const Band band = make_band(m, q_len, k_len);
@@ -136,9 +171,12 @@ void check_ranges() {
             for (int top_left : {0, 1})
               for (int tile_m = 1; tile_m <= 3; ++tile_m)
                 for (int tile_n = 1; tile_n <= 4; ++tile_n)
-                  for (int first = 0; first < q_len; first += tile_m)
-                    check_tile(BandArgs{left, right, chunk, top_left}, q_len, k_len, first,
-                               min_of(first + tile_m, q_len) - 1, tile_n);
+                  for (int first = 0; first < q_len; first += tile_m) {
+                    const BandArgs mask{left, right, chunk, top_left};
+                    const int last = min_of(first + tile_m, q_len) - 1;
+                    check_tile(mask, q_len, k_len, first, last, tile_n);
+                    check_rows_within(mask, q_len, k_len, first, last, tile_n);
+                  }
 }
 
 // Sums of positions near 2^30 stay within an int (the constant evaluation would refuse an
