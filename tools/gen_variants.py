@@ -53,7 +53,7 @@ DEFAULT_LOADER = {"80": "cpasync", "90": "tma"}  # not spelled in an id
 KNOBS: dict[str, dict[str, dict[str, str]]] = {
     "fwd": {
         "turns": {k: f"Turns::k{k.title()}" for k in ("none", "gemm")},
-        "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted", "checked", "exact")},
+        "rescale": {k: f"Rescale::k{k.title()}" for k in ("always", "voted", "exact")},
         "q_slots": {"1": "1", "2": "2"},
         "o_buf": {"0": "0", "1": "1", "2": "2"},
         "dropout": {"0": "0", "1": "1"},

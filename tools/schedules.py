@@ -139,7 +139,7 @@ class Diagram:
 
 def hopper_forward() -> Diagram:
     d = Diagram(
-        "Hopper forward, 16 bits, rescale=checked: two warpgroups take turns at the tensor cores",
+        "Hopper forward, 16 bits: two warpgroups take turns at the tensor cores",
         ["warp 1: describes tiles", "warp 0: TMA", "warpgroup 1: products", "warpgroup 1: rest"]
         + ["warpgroup 2: products", "warpgroup 2: rest"],
     )

@@ -9,7 +9,7 @@ of the inputs, O rounded once. A rule says when a row takes the maximum of a blo
 block's probabilities are made anew:
 
     every     in every block in which it grew
-    sumN      where one lane's probabilities of the block add up to N (rescale=checked: sum256)
+    sumN      where one lane's probabilities of the block add up to N
     averageN  where they add up to N times that lane's average block so far and to more than 1; or
               to 256
 

@@ -77,7 +77,6 @@ struct FwdTypes {
   // registers.
   static constexpr bool kCarry = !kOutputOverQ && !kWideOutput;
 
-  static constexpr bool kChecked = kConfig.rescale == Rescale::kChecked;
   static constexpr bool kExact = kConfig.rescale == Rescale::kExact;
   // Unmasked tiles of 192 rows: few a head. The first block of a tile counts, and so does which
   // blocks get a head's short last tile.
@@ -116,8 +115,8 @@ struct FwdTypes {
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
   static_assert(!kFp8 || kConfig.step == StepKind::kSerial,
                 "e4m3 rows do not overlap the products of two key blocks");
-  static_assert(kConfig.rescale == Rescale::kAlways || ((kChecked || kExact) && !kFp8),
-                "rescale is always or, in 16-bit rows, checked or exact");
+  static_assert(kConfig.rescale == Rescale::kAlways || (kExact && !kFp8),
+                "rescale is always or, in 16-bit rows, exact");
   static_assert(!kOutputOverQ || (kDimV <= kDimQk && !kFp8),
                 "O can reuse Q's buffer only if it is no wider");
 

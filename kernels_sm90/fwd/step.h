@@ -3,7 +3,6 @@
 // S(n) hides behind it.
 #pragma once
 
-#include "kernels_sm90/common/checked_softmax.h"
 #include "kernels_sm90/common/exact_softmax.h"
 #include "kernels_sm90/fwd/epilogue.h"
 #include "kernels_sm90/fwd/scrub.h"
@@ -20,11 +19,11 @@ class FwdStep {
   using E = typename T::E;
   using MmaQk = typename T::MmaQk;
   using MmaPv = typename T::MmaPv;
-  static constexpr bool kChecked = T::kChecked, kExact = T::kExact;
+  static constexpr bool kExact = T::kExact;
   static constexpr bool kFollow = kExact && !T::kWideOutput;
   // A wide O is rescaled just before its next product, behind Q·Kᵀ: dim_v / 2 multiplications a
   // thread.
-  static constexpr bool kRescaleLate = T::kWideOutput && !kChecked && !kExact;
+  static constexpr bool kRescaleLate = T::kWideOutput && !kExact;
   // P·V that runs on while the softmax of the next block begins; none in an ablation's row.
   static constexpr int kBeside = T::kConfig.step == StepKind::kOverlap ? 1 : 0;
 
@@ -89,12 +88,10 @@ class FwdStep {
       int top[2];
       if constexpr (kExact)
         find_max(top);
-      else if constexpr (!kChecked)
+      else
         update();
       wait_output();
-      if constexpr (kChecked) {
-        update_checked();
-      } else if constexpr (kExact) {
+      if constexpr (kExact) {
         update_exact<false>(top);
       } else {
         if constexpr (!kRescaleLate) rescale_output();
@@ -342,34 +339,9 @@ class FwdStep {
                               n * T::kTileN + acc_first_col(thread % 32));
   }
 
-  // Checked rows: of the first block of a tile alone.
   FA_DEVICE void update() {
-    if constexpr (kChecked) {
-      CheckedSoftmax::first(softmax_, s_, scale_log2_);
-    } else {
-      auto view = acc_view(s_);
-      softmax_.update(view, scale_log2_);
-    }
-  }
-
-  // Scores to packed probabilities, with nothing in flight. Results in fp32 show the rounding of
-  // the largest probability, which 16-bit results hide: they get the maximum of every block.
-  FA_DEVICE void update_checked() {
-    auto packed = cute::recast<uint32_t>(p_);
-    constexpr DType kType = T::kConfig.dtype;
-    float sums[2];
-    CheckedSoftmax::attempt<kType>(softmax_, s_, packed, scale_log2_, sums);
-    const float limit = args_.rescale_limit > 0.f ? CheckedSoftmax::kLimit : -1.f;
-    const bool bad[2] = {!(sums[0] < limit), !(sums[1] < limit)};
-    if (__any_sync(0xffffffffu, bad[0] || bad[1])) {
-      const int quad = thread_.index() % 32 / 4 * 4;  // the four lanes of a row
-      const bool adopt[2] = {(__ballot_sync(0xffffffffu, bad[0]) >> quad & 15) != 0,
-                             (__ballot_sync(0xffffffffu, bad[1]) >> quad & 15) != 0};
-      CheckedSoftmax::settle<kType>(softmax_, s_, packed, scale_log2_, adopt, sums);
-      rescale_output();
-    }
-    softmax_.sum[0] += sums[0];
-    softmax_.sum[1] += sums[1];
+    auto view = acc_view(s_);
+    softmax_.update(view, scale_log2_);
   }
 
   FA_DEVICE void find_max(int (&top)[2]) {

@@ -46,14 +46,23 @@ def peer() -> Callable[..., Tensor]:
     pytest.skip("FlashAttention 3 cannot be imported: nothing to compare with")
 
 
-def compare(q: Tensor, k: Tensor, v: Tensor, causal: bool, name: str) -> None:
-    """Root mean square and largest error of sm90 rows, each beside those of FlashAttention 3."""
+def compare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    name: str,
+    slopes: Tensor | None = None,
+    softcap: float = 0.0,
+) -> None:
+    """Root mean square and largest error of sm90 rows, each beside those of FlashAttention 3, which
+    knows no slopes."""
     function = peer()
-    exact, _ = reference.attention(q, k, v, causal=causal)
+    exact, _ = reference.attention(q, k, v, causal=causal, alibi_slopes=slopes, softcap=softcap)
     with fa.backend("sm90"), torch.no_grad():
-        ours = fa.attention(q, k, v, causal=causal)
+        ours = fa.attention(q, k, v, causal=causal, alibi_slopes=slopes, softcap=softcap)
     try:
-        answer = function(q, k, v, causal=causal)
+        answer = function(q, k, v, causal=causal, softcap=softcap)
     except RuntimeError as error:  # its wheel on PyPI is built for bf16 alone
         if "does not support" not in str(error):
             raise
@@ -83,6 +92,25 @@ def test_error_against_fp64(
         pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
     q, k, v = (VALUES[values](1, LENGTH, 4, dim, dtype=dtype, seed=n) for n in range(3))
     compare(q, k, v, causal, f"{dtype} D{dim} {values}")
+
+
+@pytest.mark.parametrize("policy", ["slopes", "softcap"])
+@pytest.mark.parametrize("values", VALUES)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_error_with_policies(
+    dtype: torch.dtype, dims: tuple[int, int], values: str, policy: str, cuda_only: None
+) -> None:
+    """Slopes of 0 leave the scores of the call without ALiBi, which FlashAttention 3 can answer."""
+    if "sm90" not in harness.backends():
+        pytest.skip(f"no Hopper row runs on {torch.cuda.get_device_name()}")
+    widths = (dims[0], dims[0], dims[1])
+    q, k, v = (VALUES[values](1, LENGTH, 4, d, dtype=dtype, seed=n) for n, d in enumerate(widths))
+    name = f"{dtype} D{dims[0]}/{dims[1]} {values} {policy}"
+    if policy == "slopes":
+        compare(q, k, v, True, name, slopes=torch.zeros(4, device=q.device))
+    else:
+        compare(q, k, v, True, name, softcap=30.0)
 
 
 @pytest.mark.parametrize("values", VALUES)
