@@ -130,8 +130,14 @@ struct BwdTypes {
 
   using MmaS = decltype(cute::make_tiled_mma(  // Sᵀ = K · Qᵀ
       cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimQk>>(), Split{}));
-  using MmaDp = decltype(cute::make_tiled_mma(  // dPᵀ = V · dOᵀ
-      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimV>>(), Split{}));
+  // dPᵀ = V · dOᵀ; or delta − dPᵀ, whose sums begin with delta: worth the loads where a thread has
+  // many values of dP (128 rows).
+  static constexpr bool kBeginsWithDelta = !kShareKeys && kTileM == 128;
+  using MmaDp = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimV>, kK, kK,
+                                 kBeginsWithDelta ? cute::GMMA::ScaleIn::Neg
+                                                  : cute::GMMA::ScaleIn::One>(),
+      Split{}));
   using MmaDv = decltype(cute::make_tiled_mma(  // dV += Pᵀ · dO
       product<Shape<kTileN, kDimV / kParts, kTileM>, !kShareKeys>(), Split{}));
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q

@@ -38,8 +38,8 @@ class BwdStep : public BwdCompute<Row> {
     mbarrier_wait(&smem_.v_full, 0);
     Score s, dp;
     clear_hidden_rows<Masked>(m, 0);
-    issue_scores(s, 0);
     issue_dp(dp, 0);
+    issue_scores(s, 0);
     cute::warpgroup_wait<0>();
     hide_scores<Masked>(s, m);
     make_probabilities<0, kColumns>(s, 0);
@@ -202,13 +202,29 @@ class BwdStep : public BwdCompute<Row> {
     }
   }
 
-  // dPᵀ of block `at`.
+  // What the products subtract dP from. Each value straight into its register, twice: it belongs to
+  // a row of Q, of which a thread holds two keys.
+  FA_DEVICE static void begin_with_delta(Score& dp, const float* delta) {
+    const uint32_t from = shared_address(Base::statistics(delta));
+    CUTE_UNROLL
+    for (int c = 0; c < kColumns; c += 2) {
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r)
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                     : "=f"(dp(2 * c + 2 * r)), "=f"(dp(2 * c + 2 * r + 1))
+                     : "r"(from + c / 4 * 64 + c % 4 * 4));
+    }
+  }
+
+  // dPᵀ of block `at`, or delta − dPᵀ.
   FA_DEVICE void issue_dp(Score& dp, uint32_t at) const {
     const int slot = Base::template slot<T::kDoSlots>(at);
     wait_for_do(at);
     auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDo{});
     auto v = cute::make_tensor(cute::make_smem_ptr(smem_.v), typename T::LayoutV{});
-    Base::template issue_ss<kZero>(typename T::MmaDp{}, v, 0, dout, slot, dp);
+    if constexpr (T::kBeginsWithDelta) begin_with_delta(dp, smem_.delta[slot]);
+    Base::template issue_ss<T::kBeginsWithDelta ? kOne : kZero>(typename T::MmaDp{}, v, 0, dout,
+                                                                slot, dp);
   }
 
   // dV += Pᵀ · dO of block at_.
@@ -276,8 +292,9 @@ class BwdStep : public BwdCompute<Row> {
   template <class Edge>
   FA_DEVICE void make_operands_of(const Score& probabilities, const Score& products, int i) {
     const auto p = acc_view(probabilities), dp = acc_view(products);  // (2 keys, kColumns rows)
-    const float4 delta =
-        Base::statistics(smem_.delta[Base::template slot<T::kDoSlots>(at_)])[4 * i];
+    float4 delta{};
+    if constexpr (!T::kBeginsWithDelta)
+      delta = Base::statistics(smem_.delta[Base::template slot<T::kDoSlots>(at_)])[4 * i];
     auto packed = cute::recast<uint32_t>(p_);
     uint32_t ds[4];
     CUTE_UNROLL
@@ -286,7 +303,11 @@ class BwdStep : public BwdCompute<Row> {
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         const int c = 4 * i + 2 * half;
-        float x = p(r, c) * (dp(r, c) - d.x), y = p(r, c + 1) * (dp(r, c + 1) - d.y);
+        float x = p(r, c), y = p(r, c + 1);
+        if constexpr (T::kBeginsWithDelta)
+          x *= -dp(r, c), y *= -dp(r, c + 1);
+        else
+          x *= dp(r, c) - d.x, y *= dp(r, c + 1) - d.y;
         if constexpr (Edge::kMasked) {
           x = p(r, c) == 0.f ? 0.f : x;
           y = p(r, c + 1) == 0.f ? 0.f : y;
