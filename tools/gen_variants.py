@@ -63,7 +63,7 @@ KNOBS: dict[str, dict[str, dict[str, str]]] = {
     "bwd": {
         "dropout": {"0": "0", "1": "1"},
         "stages_ds": {"1": "1", "2": "2"},
-        "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector")},
+        "dq": {k: f"DqAdd::k{k.title()}" for k in ("atomic", "vector", "bulk")},
         "dq_turns": {"1": "1", "2": "2", "4": "4", "8": "8"},
     },
 }

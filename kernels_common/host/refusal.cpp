@@ -80,12 +80,11 @@ struct FirstTile {
   const char* knobs;
 };
 
-// Of dO, Hopper backward rows with keys of their own have one slot less than stages, and need two.
 FirstTile first_backward_tile(bool hopper, bool shares_keys, int dqk) {
   if (!hopper) return FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
-  const char* knobs = "stages_ds=2 dq=vector";
-  if (shares_keys) return FirstTile{64, 64, 12, 2, knobs};
-  return FirstTile{dqk == 64 ? 128 : 64, 128, 12, 3, knobs};
+  if (shares_keys) return FirstTile{64, 64, 12, 2, "stages_ds=2 dq=vector"};
+  if (dqk == 64) return FirstTile{128, 128, 12, 3, "stages_ds=2 dq=vector"};
+  return FirstTile{64, 128, 12, 2, "stages_ds=2 dq=bulk"};
 }
 
 FirstTile first_forward_tile(bool hopper, bool e4m3, bool pack) {

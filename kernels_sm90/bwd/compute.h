@@ -15,6 +15,8 @@ template <class Row>
 class BwdCompute {
   using T = BwdTypes<Row>;
   using E = typename T::E;
+  // Two registers for who a thread is are left.
+  static constexpr bool kHoldThread = T::kCarryDs;
 
  public:
   FA_DEVICE typename T::DvAcc& dv() { return dv_; }
@@ -22,7 +24,11 @@ class BwdCompute {
 
  protected:
   FA_DEVICE BwdCompute(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
-      : smem_(smem), args_(args), scale_log2_(args.scale_log2) {
+      : smem_(smem),
+        args_(args),
+        scale_log2_(args.scale_log2),
+        thread_(thread),
+        warpgroup_(__shfl_sync(0xffffffffu, thread / kWarpgroupThreads, 0)) {
     write_visible_rows(thread);
   }
 
@@ -35,21 +41,28 @@ class BwdCompute {
     for (int i = 0; i < cute::size(dk_); ++i) dk_(i) = 0.f;
   }
 
-  // Read where they are needed: registers are what is short.
-  FA_DEVICE static int thread() {
+  // What follows from these is computed where it is needed: registers are what is short.
+  FA_DEVICE int thread() const {
+    if constexpr (kHoldThread) return anew(thread_);
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index - kFirstCompute * kWarpgroupThreads;
   }
-  FA_DEVICE static int lane() { return thread() % 32; }
-  FA_DEVICE static int warpgroup() {
+  FA_DEVICE int lane() const { return thread() % 32; }
+  FA_DEVICE int warpgroup() const {
+    if constexpr (kHoldThread) return anew(warpgroup_);
     return __shfl_sync(0xffffffffu, thread() / kWarpgroupThreads, 0);
   }
+  template <class Int>
+  FA_DEVICE static Int anew(Int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+  }
   // First key of the warp, and of the thread, in the tile.
-  FA_DEVICE static int warp_key() {
+  FA_DEVICE int warp_key() const {
     return (T::kShareKeys ? thread() % kWarpgroupThreads : thread()) / 32 * 16;
   }
-  FA_DEVICE static int first_key() { return warp_key() + lane() / 4; }
+  FA_DEVICE int first_key() const { return warp_key() + lane() / 4; }
 
   // Block number `at` of this thread block, counted over all heads, lies in slot at % kSlots.
   template <int kSlots>
@@ -69,7 +82,7 @@ class BwdCompute {
 
   // `from`: the statistics of the row of view column 0. [c], c a multiple of 4: those of view
   // columns c to c + 3.
-  FA_DEVICE static const float4* statistics(const float* from) {
+  FA_DEVICE const float4* statistics(const float* from) const {
     return reinterpret_cast<const float4*>(from) + lane() % 4;
   }
 
@@ -160,6 +173,7 @@ class BwdCompute {
   BwdSmem<Row>& smem_;
   const BwdArgs& args_;
   float scale_log2_;
+  int thread_, warpgroup_;
   uint32_t at_ = 0;       // blocks before the one whose P and dS are held
   typename T::DvAcc dv_;  // ((2, 2, columns / 8), 1, 1)
   typename T::DkAcc dk_;  // ((2, 2, columns / 8), 1, 1)

@@ -12,8 +12,8 @@
 
 namespace fa::sm90 {
 
-// One lane of warpgroup 0 brings the operands; the others make S, dP, dV, dK and dQ, which is left
-// to warpgroup 0 where they share their keys.
+// One lane of warpgroup 0 brings the operands; the others make S, dP, dV, dK and dQ, which two
+// warps of warpgroup 0 add to memory; where the others share their keys, warpgroup 0 makes it.
 inline constexpr int kFirstCompute = 1;
 
 template <class Row>
@@ -25,8 +25,12 @@ struct BwdTypes {
   // dV and dK of 64 keys, or they and the slopes of a softcap, are more than one warpgroup can
   // hold.
   static constexpr bool kShareKeys = kTileN == 64;
-  // A block of dO goes back half a block before that of Q does.
-  static constexpr int kSlots = kConfig.stages, kDoSlots = kShareKeys ? kSlots : kSlots - 1;
+  // Own keys and 128 rows a block: products of two blocks overlap, and dS goes to dK through shared
+  // memory, as it does where keys are shared.
+  static constexpr bool kTall = !kShareKeys && kTileM == 128;
+  static constexpr bool kCarryDs = !kShareKeys && !kTall;  // in registers
+  // There a block of dO goes back half a block before that of Q does.
+  static constexpr int kSlots = kConfig.stages, kDoSlots = kTall ? kSlots - 1 : kSlots;
   static constexpr int kDsSlots = kConfig.stages_ds;
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
@@ -52,9 +56,10 @@ struct BwdTypes {
       "64");
   static_assert(kShareKeys || (kTileM == (kDimQk == 64 ? 128 : 64) && kDsSlots == 2),
                 "own keys: stages_ds is 2, and tile_m 128 at head dim 64, 64 above");
-  static_assert(kShareKeys || kSlots >= 3,
-                "own keys: stages is 3 or more, since dP of a block is issued while dO of the one "
-                "before is held, and dO has one slot less");
+  static_assert(
+      !kTall || kSlots >= 3,
+      "tile_m 128: stages is 3 or more, since dP of a block is issued while dO of the one "
+      "before is held, and dO has one slot less");
   static_assert(kShareKeys || kConfig.score == ScoreKind::kScale,
                 "score any needs the registers that tiles of 64 keys leave: tile_n 64");
   static_assert(!kShareKeys ||
@@ -65,12 +70,16 @@ struct BwdTypes {
                 "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  static_assert(kConfig.dq == DqAdd::kVector && kConfig.dq_turns == 1);
+  // A spare warp adds dQ out of shared memory; in turns the warpgroups do it themselves.
+  static constexpr bool kBulkDq = kConfig.dq == DqAdd::kBulk;
+  static_assert(kBulkDq == kCarryDs && (kBulkDq || kConfig.dq == DqAdd::kVector),
+                "dq is bulk where compute warpgroups own their keys and tile_m is 64, else vector");
+  static_assert(kConfig.dq_turns == 1);
 
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
-  // thread holds dV and dK, P of one block, S and dP of the next or S and dQ; two dozen are left
-  // for all else. Where the keys are shared it has half of P, S and dP, so that the dQ warpgroup
-  // can have two parts at hand; the softcap takes that room at head dim 256.
+  // thread holds dV and dK, S and dP, or P, dS and dQ. Where the keys are shared it has half of P,
+  // S and dP, so that the dQ warpgroup can have two parts at hand; the softcap takes that room at
+  // head dim 256.
   static constexpr bool kTwoParts =
       kShareKeys && (kConfig.score == ScoreKind::kScale || kDimV <= 128);
   static constexpr int kFirstRegisters = !kShareKeys ? 24 : kTwoParts ? 104 : 72;
@@ -102,8 +111,10 @@ struct BwdTypes {
   using LayoutKt =
       Transposed<kTileN, kDqColumns, kDimQk / kDqColumns, kPanelQk>;  // (part, tile_n, number)
   using LayoutV = Tile<kTileN, kDimV, 1, kPanelV>;                    // (tile_n, dim_v, 1)
-  using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;       // (tile_n, tile_m, slot): dSᵀ as stored
-  using LayoutDs = Transposed<kTileN, kTileM, kDsSlots>;  // (tile_m, tile_n, slot)
+  using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;  // (tile_n, tile_m, slot), else
+  // (tile_m, tile_n, slot): as stored where only dQ reads it there.
+  using LayoutDs = std::conditional_t<kCarryDs, Tile<kTileM, kTileN, kDsSlots>,
+                                      Transposed<kTileN, kTileM, kDsSlots>>;
 
   template <int kM, int kN>
   using Extent = cute::Shape<cute::Int<kM>, cute::Int<kN>>;
@@ -130,20 +141,17 @@ struct BwdTypes {
 
   using MmaS = decltype(cute::make_tiled_mma(  // Sᵀ = K · Qᵀ
       cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimQk>>(), Split{}));
-  // dPᵀ = V · dOᵀ; or delta − dPᵀ, whose sums begin with delta: worth the loads where a thread has
-  // many values of dP (128 rows).
-  static constexpr bool kBeginsWithDelta = !kShareKeys && kTileM == 128;
-  using MmaDp = decltype(cute::make_tiled_mma(
+  using MmaDp = decltype(cute::make_tiled_mma(  // dPᵀ = V · dOᵀ; kTall: delta − dPᵀ
       cute::GMMA::ss_op_selector<E, E, float, Shape<kTileN, kTileM / kParts, kDimV>, kK, kK,
-                                 kBeginsWithDelta ? cute::GMMA::ScaleIn::Neg
-                                                  : cute::GMMA::ScaleIn::One>(),
+                                 kTall ? cute::GMMA::ScaleIn::Neg : cute::GMMA::ScaleIn::One>(),
       Split{}));
   using MmaDv = decltype(cute::make_tiled_mma(  // dV += Pᵀ · dO
       product<Shape<kTileN, kDimV / kParts, kTileM>, !kShareKeys>(), Split{}));
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
-      product<Shape<kTileN, kDimQk / kParts, kTileM>, false>(), Split{}));
+      product<Shape<kTileN, kDimQk / kParts, kTileM>, kCarryDs>(), Split{}));
   using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
-      cute::GMMA::ss_op_selector<E, E, float, Shape<64, kDqColumns, kTileN>, kMn, kMn>(),
+      cute::GMMA::ss_op_selector<E, E, float, Shape<64, kDqColumns, kTileN>, kCarryDs ? kK : kMn,
+                                 kMn>(),
       Warpgroups<1>{}));
 
   using ScoreAcc = decltype(cute::partition_fragment_C(MmaS{}, Extent<kTileN, kTileM>{}));

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does a tile of dQ reach its fp32 sum in global memory? By vector reduces out of the
-// accumulator, in turns where the call is deterministic.
+// How does a tile of dQ reach its fp32 sum in global memory? By bulk reduces out of shared memory
+// or vector reduces out of the accumulator, in turns where the call is deterministic.
 #pragma once
 
 #include "kernels_common/device/dq_turns.h"
@@ -40,6 +40,7 @@ template <class Row>
 class DqWriter {
   using T = BwdTypes<Row>;
   static constexpr int kWarpFloats = T::kDqFloats / 4;  // of a part
+  static constexpr int kAddingThreads = kWarpgroupThreads + 32;
 
  public:
   FA_DEVICE DqWriter(const BwdArgs& args, BwdSmem<Row>& smem) : args_(args), smem_(smem) {}
@@ -62,6 +63,47 @@ class DqWriter {
       reduce_add(to + at + i * 128, f[0], f[1], f[2], f[3]);
     }
   }
+
+  // Leaves a part to the warp that adds it. A compute thread's, and its number in its warpgroup.
+  FA_DEVICE void hand_over(const typename T::DqAcc& dq, int warpgroup, int in_group) const {
+    sync<kAddingThreads>(Barrier::kDqEmpty, warpgroup);
+    float4* to = reinterpret_cast<float4*>(smem_.dq[warpgroup] + in_group / 32 * kWarpFloats) +
+                 in_group % 32;
+    CUTE_UNROLL
+    for (int i = 0; i < kChunks; ++i) {
+      const float* f = dq.data() + 4 * i;
+      to[32 * i] = float4{f[0], f[1], f[2], f[3]};
+    }
+    fence_async_shared();
+    arrive<kAddingThreads>(Barrier::kDqFull, warpgroup);
+  }
+
+  // One warp: adds every part that a compute warpgroup leaves to it, of all heads of the group.
+  FA_DEVICE void add_all(int warpgroup, int group) const {
+    constexpr bool kInTurn = T::kDqParts == 1;
+    int at = 0;
+#pragma unroll 1
+    for (int g = 0; g < group; ++g) {
+#pragma unroll 1
+      for (int m = smem_.tile.range.begin; m < smem_.tile.range.end; ++m, ++at) {
+        if (kInTurn && !makes_dq(at, warpgroup)) continue;
+        arrive<kAddingThreads>(Barrier::kDqEmpty, warpgroup);
+        float* to = sum(index(smem_.tile.head_k * group + g, m));
+        sync<kAddingThreads>(Barrier::kDqFull, warpgroup);
+        if (thread() % 32 == 0) {
+          bulk_reduce(to + (kInTurn ? 0 : warpgroup * T::kDqFloats), smem_.dq[warpgroup],
+                      T::kDqFloats * sizeof(float));
+          tma_store_commit();
+          tma_store_wait_read();
+        }
+        __syncwarp();
+      }
+    }
+    tma_store_wait();
+  }
+
+  // dQ of one part: which warpgroup makes that of block `at`, counted over all heads.
+  FA_DEVICE static bool makes_dq(int at, int warpgroup) { return (at + warpgroup) % 2 == 0; }
 
   FA_DEVICE int64_t index(int head_q, int m) const {
     return workspace_tile(args_, smem_.tile.seq, head_q, m);

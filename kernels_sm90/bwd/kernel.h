@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does one thread block run? One key tile of one key head: a warpgroup loads, two more
-// multiply, over all query blocks of all heads of the group.
+// How does one thread block run? One key tile of one key head: a warpgroup loads and
+// adds dQ, two more multiply, over all query blocks of all heads of the group.
 #pragma once
 
 #include "kernels_common/device/grid_order.h"
@@ -8,6 +8,7 @@
 #include "kernels_sm90/bwd/epilogue.h"
 #include "kernels_sm90/bwd/producer.h"
 #include "kernels_sm90/bwd/step.h"
+#include "kernels_sm90/bwd/tall_step.h"
 #include "kernels_sm90/bwd/wide_step.h"
 #include "kernels_sm90/common/roles.h"
 
@@ -92,6 +93,10 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     } else if (threadIdx.x == 0) {
       loader.begin();
       loader.finish();
+    } else if constexpr (T::kBulkDq) {
+      const int warp = threadIdx.x / 32;
+      const DqWriter<Row> writer(params.args, smem);
+      if ((warp == 1 || warp == 2) && !writer.ordered()) writer.add_all(warp - 1, group);
     }
   } else {
     grow_registers<T::kComputeRegisters>();
@@ -101,7 +106,8 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
       with_score<T::kConfig.score>(
           params.args.score, [&](auto score) __attribute__((always_inline)) {
             using Wide = BwdWideStep<Row, decltype(score)>;
-            using Step = std::conditional_t<T::kShareKeys, Wide, BwdStep<Row>>;
+            using Own = std::conditional_t<T::kTall, BwdTallStep<Row>, BwdStep<Row>>;
+            using Step = std::conditional_t<T::kShareKeys, Wide, Own>;
             Step step(smem, params.args, thread);
             accumulate_tile(step, tile.range, tile.head_k * group, group);
             epilogue.store(step.dk(), step.dv());

@@ -20,6 +20,8 @@ struct BwdSmem {
   alignas(kBwdSmemAlign) E dout[cute::cosize_v<typename T::LayoutDo>];
   alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
   alignas(kBwdSmemAlign) E p[T::kShareKeys ? cute::cosize_v<typename T::LayoutDsT> : 0];
+  // dQ parts on their way to memory, one for each compute warpgroup.
+  alignas(128) float dq[T::kBulkDq ? T::kComputes : 0][T::kDqFloats];
   alignas(16) float lse_log2[T::kSlots][T::kTileM];  // arrive with Q
   alignas(16) float delta[T::kDoSlots][T::kTileM];   // arrive with dO
   SlotBarriers<T::kSlots> q_slots;                   // readers: compute warps

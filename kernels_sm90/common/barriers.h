@@ -8,7 +8,8 @@ namespace fa::sm90 {
 
 inline constexpr int kWarpgroupThreads = 128;
 
-// 16 hardware barriers per thread block; 0 belongs to __syncthreads.
+// 16 hardware barriers per thread block; 0 belongs to __syncthreads. Forward and backward may use
+// the same one.
 enum class Barrier : int {
   kTurn = 1,  // + warpgroup (0 .. 2): that warpgroup waits, its predecessor arrives; 256 threads
   kScrub =
@@ -17,7 +18,11 @@ enum class Barrier : int {
               // backward: its turn to add to dQ has come; 128 threads
   kDq = 8,    // backward, shared keys: the dQ warpgroup around its turn; 128 threads
   kOperands = 9,  // backward: P and dS of a block are stored; all compute warpgroups
-  kSigns = 10,    // + warpgroup (0 .. 2): its warps agree on a branch around products; 128 threads
+  kDqEmpty = 10,  // + warpgroup (0, 1): backward, own keys: its part of dQ in shared memory has
+                  // been read; the warpgroup and the warp that adds it, 160 threads
+  kDqFull = 12,   // + warpgroup (0, 1): ... has been written; the same threads
+  kSigns = 10,    // + warpgroup (0 .. 2): forward, its warps agree on a branch around products; 128
+                  // threads
 };
 
 template <int kThreads>

@@ -25,4 +25,12 @@ FA_DEVICE void load_matrices_trans(uint32_t address, uint32_t (&to)[4]) {
                : "memory");
 }
 
+// The same, each matrix transposed: the addresses are those of its columns.
+FA_DEVICE void store_transposed(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile(
+      "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+      "r"(a), "r"(b), "r"(c), "r"(d)
+      : "memory");
+}
+
 }  // namespace fa::sm90

@@ -54,6 +54,14 @@ FA_DEVICE void tma_store(const TensorMap& map, const void* shared, BoxCoord at) 
       : "memory");
 }
 
+// Adds floats in shared memory to floats in global memory; bytes and addresses are multiples of 16.
+FA_DEVICE void bulk_reduce(float* global, const float* shared, uint32_t bytes) {
+  asm volatile(
+      "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(global),
+      "r"(shared_address(shared)), "r"(bytes)
+      : "memory");
+}
+
 FA_DEVICE void tma_store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
 // This thread's stores but the last kPending have read shared memory.
@@ -61,5 +69,8 @@ template <int kPending = 0>
 FA_DEVICE void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
+
+// This thread's stores and reduces have been performed.
+FA_DEVICE void tma_store_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
 }  // namespace fa::sm90

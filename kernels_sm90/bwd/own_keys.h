@@ -1,0 +1,134 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What have the compute warpgroups in common that own 64 keys each, whatever the order of their
+// products?
+#pragma once
+
+#include "kernels_common/device/dq_turns.h"
+#include "kernels_sm90/bwd/compute.h"
+#include "kernels_sm90/bwd/dq_writer.h"
+
+namespace fa::sm90 {
+
+// P and dS of the own keys are carried in registers, dS also goes through shared memory to dQ, of
+// which each warpgroup makes a part, or, where there is one, both make it in turn.
+template <class Row>
+class BwdOwnKeys : public BwdCompute<Row> {
+  using T = BwdTypes<Row>;
+  using Base = BwdCompute<Row>;
+
+ public:
+  FA_DEVICE void begin_head(int head_q) { head_q_ = head_q; }
+
+ protected:
+  using Score = typename T::ScoreAcc;
+  using DqAcc = typename T::DqAcc;
+  using Base::args_, Base::scale_log2_, Base::smem_;
+  using Base::lane, Base::warpgroup;
+  static constexpr auto kZero = cute::GMMA::ScaleOut::Zero, kOne = cute::GMMA::ScaleOut::One;
+  static constexpr bool kInTurn = T::kDqParts == 1;
+  static constexpr int kColumns = T::kTileM / 4;  // of a thread's view of S
+
+  FA_DEVICE BwdOwnKeys(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
+      : Base(smem, args, thread), writer_(args, smem) {}
+
+  FA_DEVICE void wait_for_q(uint32_t at) const {
+    mbarrier_wait(&smem_.q_slots.full[Base::template slot<T::kSlots>(at)],
+                  Base::template parity<T::kSlots>(at));
+  }
+  FA_DEVICE void wait_for_do(uint32_t at) const {
+    mbarrier_wait(&smem_.do_slots.full[Base::template slot<T::kDoSlots>(at)],
+                  Base::template parity<T::kDoSlots>(at));
+  }
+  // In Q and dO of block `at`, which is block m of its head, before a product reads them.
+  template <class Edge>
+  FA_DEVICE void clear_hidden_rows(int m, uint32_t at) const {
+    if constexpr (Edge::kMasked) {
+      if (!smem_.tile.ragged(m, T::kTileM)) return;
+      wait_for_q(at);
+      wait_for_do(at);
+      Base::scrub_rows(m, at);
+    }
+  }
+
+  // Sᵀ of block `at`.
+  FA_DEVICE void issue_scores(Score& s, uint32_t at) const {
+    wait_for_q(at);
+    auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQ{});
+    auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutK{});
+    Base::template issue_ss<kZero>(typename T::MmaS{}, k, 0, q, Base::template slot<T::kSlots>(at),
+                                   s);
+  }
+
+  template <class Edge>
+  FA_DEVICE void hide_scores(Score& s, int m) const {
+    cute::warpgroup_fence_operand(s);
+    auto view = acc_view(s);  // (2 keys, kColumns rows)
+    if constexpr (Edge::kMasked) Base::hide(view, m * T::kTileM + acc_first_col(lane()));
+  }
+
+  // P = 2^(score · scale_log2 − LSE), in place of the scores, view columns [kBegin, kEnd). `lse`:
+  // of the block. That of a row that is not the sequence's is +inf.
+  template <int kBegin, int kEnd>
+  FA_DEVICE void make_probabilities(Score& s, const float* lse) const {
+    auto view = acc_view(s);  // (2 keys, kColumns rows)
+    const float4* of_row = Base::statistics(lse);
+    CUTE_UNROLL
+    for (int c = kBegin; c < kEnd; c += 4) {
+      const float4 l = of_row[c];
+      CUTE_UNROLL
+      for (int r = 0; r < 2; ++r) {
+        view(r, c) = exp2_approx(view(r, c) * scale_log2_ - l.x);
+        view(r, c + 1) = exp2_approx(view(r, c + 1) * scale_log2_ - l.y);
+        view(r, c + 2) = exp2_approx(view(r, c + 2) * scale_log2_ - l.z);
+        view(r, c + 3) = exp2_approx(view(r, c + 3) * scale_log2_ - l.w);
+      }
+    }
+  }
+
+  // dQ of block `at` over all keys, 64 rows.
+  FA_DEVICE void issue_dq(DqAcc& dq, uint32_t at) const {
+    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDs{});
+    auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutKt{});
+    multiply_dq<T>(dq, ds, Base::template slot<T::kDsSlots>(at), k, part());
+  }
+  FA_DEVICE int part() const { return kInTurn ? 0 : warpgroup(); }
+
+  // acc += A · B, A from registers.
+  template <class Mma, class A, class B, class Acc>
+  FA_DEVICE void issue_rs(Mma mma, A& a, const B& b_tile, int slot, Acc& acc) const {
+    auto b = mma.get_slice(warpgroup() * kWarpgroupThreads).partition_fragment_B(b_tile);
+    cute::warpgroup_fence_operand(acc);
+    cute::warpgroup_fence_operand(a);
+    cute::warpgroup_arrive();
+    mma.accumulate_ = kOne;
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size<2>(a); ++i)
+      cute::gemm(mma, a(cute::_, cute::_, i), b(cute::_, cute::_, i, slot), acc);
+    cute::warpgroup_commit_batch();
+  }
+
+  // In turns: the warpgroup may add to block m, workspace tile `tile`.
+  FA_DEVICE void wait_turn(int m, int64_t tile) const {
+    if (Base::thread() % kWarpgroupThreads == 0)
+      wait_for_count(args_.work.turns + tile,
+                     key_tiles_behind(smem_.tile.band, smem_.tile.seq, m, T::kTileM, T::kTileN));
+    sync<kWarpgroupThreads>(Barrier::kSlab, warpgroup());
+  }
+  // In turns: one thread remembers which block's turn to pass, once all have issued its adds.
+  FA_DEVICE void note_adds(int tile) const {
+    if (writer_.ordered() && Base::thread() == 0) smem_.turn = tile;
+  }
+  FA_DEVICE void pass_turn() const {
+    if (Base::thread() == 0) count_one(args_.work.turns + smem_.turn);
+  }
+  // All have stored dS of block `at`, and issued the adds of the block before.
+  FA_DEVICE void meet(uint32_t at) const {
+    sync<T::kComputeThreads>(Barrier::kOperands);
+    if (writer_.ordered() && at > 0) pass_turn();
+  }
+
+  DqWriter<Row> writer_;
+  int head_q_ = 0;
+};
+
+}  // namespace fa::sm90
