@@ -205,31 +205,27 @@ def hopper_backward() -> Diagram:
     d = Diagram(
         "Hopper backward, main kernel: one key tile, query block after query block",
         ["warpgroup 0, lane 0: TMA", "warpgroup 1: products", "warpgroup 1: rest"]
-        + ["warpgroup 2: products", "warpgroup 2: rest"],
+        + ["warpgroup 2: products", "warpgroup 2: rest", "warpgroup 0, 2 warps: adds"],
     )
     d.row(0, 0, (1, "K, V", "load"), (1.8, "Q, dO, 0", "load"), (1.8, "block 1", "load"))
-    d.row(0, 4.6, (1.8, "block 2", "load"))
-    d.row(0, 24.2, (1.8, "block 3", "load"))
-    d.row(0, 37.4, (1.8, "block 4", "load"))
+    d.row(0, 17.4, (1.8, "block 2", "load"))
     for lane, late in ((1, 0.0), (3, 0.4)):
-        t = 2.8 + late
-        d.row(lane, t, (2.2, "S0=K·Qᵀ", "qk"), (2.4, "dP0=V·dOᵀ", "qk"))
-        d.row(lane + 1, t + 4.6, (2, "P0", "soft"), (2, "dS0", "soft"))
-        for m in (1, 2):
-            t = 11.9 + (m - 1) * 13.2 + late
-            d.row(lane, t, (2.4, f"dQ{m - 1}=dS{m - 1}·K", "pv"), (2.2, f"S{m}=K·Qᵀ", "qk"))
-            d.row(lane, t + 4.6, (2.4, f"dV+=P{m - 1}·dO", "pv"), (2.4, f"dP{m}=V·dOᵀ", "qk"))
-            d.row(lane, t + 9.4, (2.6, f"dK+=dS{m - 1}·Q", "pv"))
-            d.row(lane + 1, t + 2.4, (2, f"add dQ{m - 1}", "store"), (0.4, "", ""))
-            d.row(lane + 1, t + 4.8, (3, f"P{m}", "soft"), (1.6, "", ""), (2.4, f"dS{m}", "soft"))
-        t = 38.3 + late
-        d.row(lane, t, (2.4, "dQ2=dS2·K", "pv"), (2.4, "dV+=P2·dO", "pv"), (2.4, "dK+=dS2·Q", "pv"))
-        d.row(lane + 1, t + 2.4, (2, "add dQ2", "store"), (3, "", ""), (2, "dK, dV", "store"))
+        for m in (0, 1):
+            t = 2.8 + 14.4 * m + late
+            d.row(lane, t, (2.2, f"S{m}=K·Qᵀ", "qk"), (2.4, f"dP{m}=V·dOᵀ", "qk"))
+            d.row(lane + 1, t + 2.2, (2.4, f"P{m}", "soft"), (2, f"dS{m}", "soft"))
+            d.row(lane, t + 6.6, (2.4, f"dV+=P{m}·dO", "pv"), (2.4, f"dQ{m}=dS{m}·K", "pv"))
+            d.row(lane, t + 11.4, (2.6, f"dK+=dS{m}·Q", "pv"))
+            d.row(lane + 1, t + 11.4, (1.4, f"dQ{m}", "store"))
+        d.row(lane + 1, 32 + late, (2, "dK, dV", "store"))
+    d.row(5, 16.0, (2, "add dQ0", "store"))
+    d.row(5, 30.4, (2, "add dQ1", "store"))
     d.arrows += [
         (0, 2.8, 1, 2.8, "full"),
-        (4, 11.8, 1, 11.9, "both have stored dS0"),
-        (1, 23.9, 0, 24.2, "Q0, dO0 empty"),
-        (4, 25.0, 1, 25.1, "both have stored dS1"),
+        (4, 9.8, 1, 9.9, "both have stored dS0"),
+        (4, 15.6, 5, 16.0, ""),
+        (1, 16.8, 0, 17.4, "Q0, dO0 empty"),
+        (4, 24.2, 1, 24.3, "both have stored dS1"),
     ]
     return d
 
