@@ -52,7 +52,7 @@ class Fp8Step {
     cute::warpgroup_fence_operand(s);
     release(smem_.k_slots, k_at_);
     // The next tile's Q comes while this one ends.
-    if (T::kQSlots == 1 && n == tile().range.begin) release(smem_.q_slots, q_at_);
+    if (T::kQSlots == 1 && n == tile().own[warpgroup()].begin) release(smem_.q_slots, q_at_);
     auto view = acc_view(s);  // (2, tile_n / 4)
     if constexpr (T::kBlockDescales) scale_scores(view, n);
     transform_scores(view, n, score);
