@@ -157,9 +157,9 @@ class BwdCompute {
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }
-  // S of the same block may be in flight and read rows of Q that are zeroed here. A row of Q is one
-  // column of Sᵀ, and blocks with such rows are masked: what it gives is replaced by −inf, by
-  // selection. No other product in flight reads these rows.
+  // Where keys are shared, S and dP of the same block may be in flight and read rows that are
+  // zeroed here. Such a row is one column of Sᵀ and dPᵀ, and blocks with such rows are masked: what
+  // it gives is replaced by −inf and 0, by selection. No other product in flight reads these rows.
   FA_DEVICE void scrub_rows(int m, uint32_t at) const {
     const int first = smem_.tile.rows_lo - m * T::kTileM, end = smem_.tile.rows_hi - m * T::kTileM;
     clear_rows<T::kTileM, T::kDimQk, T::kPanelQk>(

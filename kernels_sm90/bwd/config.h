@@ -12,8 +12,9 @@
 
 namespace fa::sm90 {
 
-// One lane of warpgroup 0 brings the operands; the others make S, dP, dV, dK and dQ, which two
-// warps of warpgroup 0 add to memory; where the others share their keys, warpgroup 0 makes it.
+// One lane of warpgroup 0 brings the operands, two of its warps add dQ where that is kBulkDq; the
+// others make S, dP, dV, dK and dQ, but where these share their keys, warpgroup 0 makes and adds
+// dQ.
 inline constexpr int kFirstCompute = 1;
 
 template <class Row>
@@ -149,7 +150,7 @@ struct BwdTypes {
       product<Shape<kTileN, kDimV / kParts, kTileM>, !kShareKeys>(), Split{}));
   using MmaDk = decltype(cute::make_tiled_mma(  // dK += dSᵀ · Q
       product<Shape<kTileN, kDimQk / kParts, kTileM>, kCarryDs>(), Split{}));
-  using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, 64 rows and 64 columns at a time
+  using MmaDq = decltype(cute::make_tiled_mma(  // dQ = dS · K, one part at a time
       cute::GMMA::ss_op_selector<E, E, float, Shape<64, kDqColumns, kTileN>, kCarryDs ? kK : kMn,
                                  kMn>(),
       Warpgroups<1>{}));

@@ -14,7 +14,7 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
                : "memory");
 }
 
-// dq = dS · K, 64 rows and 64 columns: part number `part` of the tile, panels of columns inside
+// dq = dS · K, 64 rows and kDqColumns: part number `part` of the tile, panels of columns inside
 // blocks of rows.
 template <class T, class Ds, class K>
 FA_DEVICE void multiply_dq(typename T::DqAcc& dq, const Ds& ds, int slot, const K& k, int part) {
@@ -35,7 +35,7 @@ FA_DEVICE void multiply_dq(typename T::DqAcc& dq, const Ds& ds, int slot, const 
   cute::warpgroup_commit_batch();
 }
 
-// Adds parts of 64 rows and 64 columns, each warp its 16 rows of them.
+// Adds parts of 64 rows and kDqColumns columns, each warp its 16 rows of them.
 template <class Row>
 class DqWriter {
   using T = BwdTypes<Row>;

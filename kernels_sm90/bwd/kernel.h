@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How does one thread block run? One key tile of one key head: a warpgroup loads and
-// adds dQ, two more multiply, over all query blocks of all heads of the group.
+// How does one thread block run? One key tile of one key head: a warpgroup loads and may add dQ,
+// two more multiply, over all query blocks of all heads of the group.
 #pragma once
 
 #include "kernels_common/device/grid_order.h"

@@ -9,8 +9,9 @@
 
 namespace fa::sm90 {
 
-// P and dS of the own keys are carried in registers, dS also goes through shared memory to dQ, of
-// which each warpgroup makes a part, or, where there is one, both make it in turn.
+// P of the own keys is carried in registers to dV, dS goes through shared memory to dQ, of which
+// each warpgroup makes a part, or, where there is one, one warpgroup and the other for every second
+// block.
 template <class Row>
 class BwdOwnKeys : public BwdCompute<Row> {
   using T = BwdTypes<Row>;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What does a compute warpgroup do for one block of 64 query rows? It owns 64 keys and their dV and
-// dK, and makes a part of the block's dQ.
+// dK, and makes a part of the block's dQ, or all of it for every second block.
 #pragma once
 
 #include "kernels_sm90/bwd/own_keys.h"

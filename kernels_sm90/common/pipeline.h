@@ -69,8 +69,8 @@ FA_DEVICE void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
 }
 
 // `full`: one arrival (the producer's lane) plus the bytes of the load, or one of every thread that
-// copies; consumers wait.
-// `empty`: one arrival per consumer warp; the producer waits.
+// copies or warp that writes; readers wait.
+// `empty`: one arrival per reading warp; the producer waits.
 template <int kSlots>
 struct SlotBarriers {
   uint64_t full[kSlots];

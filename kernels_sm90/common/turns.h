@@ -8,8 +8,8 @@
 namespace fa::sm90 {
 
 // Strict round robin: while one warpgroup's products run, the others do their softmax. Every
-// warpgroup must take equally many turns, which holds because all of them visit the same key
-// blocks.
+// warpgroup must take equally many turns, which holds because a block that one of them passes takes
+// its turn too.
 // Against no turns at S 1k / 4k / 16k, full: D 128 524 / 639 / 683 to 467 / 574 / 599 TFLOP/s, D 64
 // 351 / 474 / 519 to 317 / 436 / 531 (H200, 2026-11-29).
 template <int kWarpgroups>

@@ -131,7 +131,7 @@ struct FwdTypes {
                                   cute::GMMA::Layout_K_SW64_Atom<E>>;
   using LayoutQ = SlotTiles<Atom, kTileM, kDimQk, kQSlots>;  // (tile_m, dim_qk, slot)
   using LayoutK = SlotTiles<Atom, kTileN, kDimQk, kStages>;  // (tile_n, dim_qk, stage)
-  // e4m3: V comes transposed, in panels of 128 keys, of which the last may bring more than a block.
+  // e4m3: V is transposed, in panels of 128 keys, of which the last may hold more than a block.
   static constexpr int kLoadedKeys = kFp8 ? (kTileN + 127) / 128 * 128 : kTileN;
   using LayoutVt = typename ValueTiles<std::conditional_t<kFp8, WideAtom<E>, Atom>, kFp8,
                                        kLoadedKeys, kDimV, kStages>::type;

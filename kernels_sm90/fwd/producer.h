@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// In which order are Q, K and V of all tiles of a block brought? One lane of one warp; the same
-// tiles and ranges as the consumers.
+// In which order are Q, K and V of all tiles of a block brought? One lane of one warp; all blocks
+// of a tile that some consumer needs.
 #pragma once
 
 #include "kernels_sm90/fwd/copy_kv.h"

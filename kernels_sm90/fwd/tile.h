@@ -14,7 +14,7 @@ struct alignas(16) OwnBlocks {
   int begin, full_begin, full_end, end;
 };
 
-// Written by the producer, read by the consumers, who keep none of it in registers.
+// Written by one lane, read by loaders and consumers, who keep none of it in registers.
 struct FwdTile {
   SeqInfo seq;
   Band band;
