@@ -84,13 +84,13 @@ class Row:
 
 
 def leaves_short_calls(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a row beside this forward row of Hopper takes its short calls, with lower tiles.
+    """Whether a row beside this forward row of Hopper takes its short calls.
 
-    It keeps the batch-invariant ones.
+    With lower tiles, or of e4m3 by transposing V itself. This row keeps the batch-invariant ones.
     """
     kind = ("op", "arch", "dtype", "dim_qk", "dim_v", "score")
     return (row.op, row.arch) == (FORWARD, 90) and any(
-        other.tile_m < row.tile_m
+        (other.tile_m < row.tile_m or other.id == f"{row.id}_vrows")
         and other.mask in (row.mask, "band")
         and all(getattr(other, n) == getattr(row, n) for n in kind)
         for other in rows
