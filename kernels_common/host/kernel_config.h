@@ -18,7 +18,7 @@ enum class StepKind : int { kOverlap = 0, kSerial = 1 };   // column `step`
 // Columns `knobs`: key=value, each a policy.
 enum class Turns : int { kNone = 0, kGemm = 1 };
 enum class Rescale : int { kAlways = 0, kVoted = 1, kExact = 2 };
-// How a tile of dQ reaches its fp32 sum: single atomics or vector reduces.
+// How a tile of dQ reaches its fp32 sum: single atomics, vector or bulk reduces.
 enum class DqAdd : int { kAtomic = 0, kVector = 1, kBulk = 2 };
 
 struct KernelConfig {

@@ -33,19 +33,32 @@ bool visible(const BandArgs& m, int q_len, int k_len, int i, int j) {
   return m.chunk == 0 || floor_of(pos, m.chunk) == floor_of(j, m.chunk);
 }
 
+// Of block n of a tile: whether some row sees some key of it, and every row every key; the keys
+// seen.
+struct Seen {
+  bool any = false, all = true;
+  int lo, hi = 0;
+};
+
+Seen look(const BandArgs& m, int q_len, int k_len, int first, int last, int tile_n, int n) {
+  Seen seen{.lo = k_len};
+  for (int i = first; i <= last; ++i)
+    for (int j = n * tile_n; j < (n + 1) * tile_n; ++j) {
+      const bool one = visible(m, q_len, k_len, i, j);
+      seen.any |= one;
+      seen.all &= one;
+      if (one) seen.lo = min_of(seen.lo, j), seen.hi = max_of(seen.hi, j + 1);
+    }
+  return seen;
+}
+
 void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, int tile_n) {
   const KeyRange r = key_range(make_band(m, q_len, k_len), first, last, k_len, tile_n);
   int lo = k_len, hi = 0;
   const int blocks = ceil_div(k_len, tile_n);
   for (int n = 0; n < blocks; ++n) {
-    bool any = false, all = true;
-    for (int i = first; i <= last; ++i)
-      for (int j = n * tile_n; j < (n + 1) * tile_n; ++j) {
-        const bool seen = visible(m, q_len, k_len, i, j);
-        any |= seen;
-        all &= seen;
-        if (seen) lo = min_of(lo, j), hi = max_of(hi, j + 1);
-      }
+    const Seen seen = look(m, q_len, k_len, first, last, tile_n, n);
+    lo = min_of(lo, seen.lo), hi = max_of(hi, seen.hi);
     const bool in = n >= r.begin && n < r.end, full = n >= r.full_begin && n < r.full_end;
     const auto text =
         "%s: block %d of %d keys, rows %d..%d, q_len %d, k_len %d, left %d, right %d, chunk %d, "
@@ -54,8 +67,8 @@ void check_tile(const BandArgs& m, int q_len, int k_len, int first, int last, in
       expect(holds, at, text, what, n, tile_n, first, last, q_len, k_len, m.left, m.right, m.chunk,
              m.top_left);
     };
-    say(in == any, "range and visibility disagree", here());
-    say(full == all, "unmasked blocks and full visibility disagree", here());
+    say(in == seen.any, "range and visibility disagree", here());
+    say(full == seen.all, "unmasked blocks and full visibility disagree", here());
   }
   expect(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
          "the bounds are ordered");
@@ -75,15 +88,10 @@ void check_within(const BandArgs& m, int q_len, int k_len, const KeyRange& whole
              r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
          "rows of a tile have a block of it, and the bounds are ordered");
   for (int n = whole.begin; n < whole.end; ++n) {
-    bool any = false, all = true;
-    for (int i = first; i <= last; ++i)
-      for (int j = n * tile_n; j < (n + 1) * tile_n; ++j) {
-        const bool seen = visible(m, q_len, k_len, i, j);
-        any |= seen;
-        all &= seen;
-      }
+    const Seen seen = look(m, q_len, k_len, first, last, tile_n, n);
     const bool in = n >= r.begin && n < r.end, full = n >= r.full_begin && n < r.full_end;
-    expect((in == any || r.end - r.begin == 1) && (in || !any) && full == all, here(),
+    expect((in == seen.any || r.end - r.begin == 1) && (in || !seen.any) && full == seen.all,
+           here(),
            "block %d of %d keys in %d..%d, rows %d..%d, q_len %d, k_len %d, left %d, right %d, "
            "chunk %d, top_left %d: visited %d, whole %d",
            n, tile_n, whole.begin, whole.end, first, last, q_len, k_len, m.left, m.right, m.chunk,
