@@ -28,7 +28,7 @@ class BwdCompute {
         args_(args),
         scale_log2_(args.scale_log2),
         thread_(thread),
-        warpgroup_(__shfl_sync(0xffffffffu, thread / kWarpgroupThreads, 0)) {
+        warpgroup_(uniform(thread / kWarpgroupThreads)) {
     write_visible_rows(thread);
   }
 
@@ -43,15 +43,21 @@ class BwdCompute {
 
   // What follows from these is computed where it is needed: registers are what is short.
   FA_DEVICE int thread() const {
-    if constexpr (kHoldThread) return anew(thread_);
     int index;
-    asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-    return index - kFirstCompute * kWarpgroupThreads;
+    if constexpr (kHoldThread) {
+      index = anew(thread_);
+    } else {
+      asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+      index -= kFirstCompute * kWarpgroupThreads;
+    }
+    __builtin_assume(index >= 0 && index < T::kComputeThreads);  // no sign in divisions
+    return index;
   }
   FA_DEVICE int lane() const { return thread() % 32; }
   FA_DEVICE int warpgroup() const {
-    if constexpr (kHoldThread) return anew(warpgroup_);
-    return __shfl_sync(0xffffffffu, thread() / kWarpgroupThreads, 0);
+    const int index = uniform(kHoldThread ? anew(warpgroup_) : thread() / kWarpgroupThreads);
+    __builtin_assume(index >= 0 && index < T::kComputes);
+    return index;
   }
   template <class Int>
   FA_DEVICE static Int anew(Int x) {
@@ -110,9 +116,12 @@ class BwdCompute {
   template <cute::GMMA::ScaleOut kScale, class Mma, class A, class B, class Acc>
   FA_DEVICE void issue_ss(Mma mma, const A& a_tile, int a_slot, const B& b_tile, int b_slot,
                           Acc& acc) const {
-    auto slice = mma.get_slice(warpgroup() * kWarpgroupThreads);
-    auto a = slice.partition_fragment_A(a_tile);  // (MMA, 1, MMA_K, slot)
-    auto b = slice.partition_fragment_B(b_tile);  // (MMA, 1, MMA_K, slot)
+    // Own rows by an offset of descriptors, 16 bytes a unit, which uniform registers can hold.
+    auto slice = mma.get_slice(T::kShareKeys ? warpgroup() * kWarpgroupThreads : 0);
+    auto rows = slice.partition_fragment_A(a_tile);
+    const int own = T::kShareKeys ? 0 : warpgroup() * (a_tile.layout()(64, 0, 0) / 8);
+    auto a = cute::make_tensor(rows.data() + own, rows.layout());  // (MMA, 1, MMA_K, slot)
+    auto b = slice.partition_fragment_B(b_tile);                   // (MMA, 1, MMA_K, slot)
     cute::warpgroup_fence_operand(acc);
     cute::warpgroup_arrive();
     mma.accumulate_ = kScale;

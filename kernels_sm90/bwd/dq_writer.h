@@ -49,6 +49,7 @@ class DqWriter {
   FA_DEVICE static int thread() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
+    __builtin_assume(index >= 0 && index < T::kThreads);  // no sign in divisions
     return index;
   }
 

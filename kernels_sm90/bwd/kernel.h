@@ -42,7 +42,8 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
 // Blocks in ascending order for every head of the group: left edge, interior, right edge. The first
 // block of all is masked by first(); both edges run through one loop.
 template <class Step>
-FA_DEVICE void accumulate_tile(Step& step, const QueryRange& range, int head_q, int group) {
+FA_DEVICE void accumulate_tile(Step& step, const QueryRange& of_tile, int head_q, int group) {
+  const QueryRange range = uniform(of_tile);
   int m = range.begin;
   step.begin_head(head_q);
   step.first(m);
@@ -77,18 +78,19 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
 
   const BwdTile& tile = smem.tile;
   const int group = params.args.group;
-  const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / kWarpgroupThreads, 0);
+  const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup < kFirstCompute) {
     shrink_registers<T::kFirstRegisters>();
     if (!tile.has_work()) return;
     BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
     if constexpr (T::kShareKeys) {
       DqStep<Row> step(smem, params.args, loader);
+      const QueryRange range = uniform(tile.range);
 #pragma unroll 1
       for (int g = 0; g < group; ++g)
 #pragma unroll 1
-        for (int m = tile.range.begin; m < tile.range.end; ++m)
-          step.next(tile.head_k * group + g, m, g == 0 && m == tile.range.begin);
+        for (int m = range.begin; m < range.end; ++m)
+          step.next(tile.head_k * group + g, m, g == 0 && m == range.begin);
       step.finish((tile.head_k + 1) * group - 1);
     } else if (threadIdx.x == 0) {
       loader.begin();

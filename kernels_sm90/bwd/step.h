@@ -87,7 +87,7 @@ class BwdStep : public BwdOwnKeys<Row> {
   }
 
   // So that addresses of a slot are not kept for all slots.
-  FA_DEVICE uint32_t at() const { return Base::anew(at_); }
+  FA_DEVICE uint32_t at() const { return uniform(Base::anew(at_)); }
   FA_DEVICE int slot() const { return Base::template slot<T::kSlots>(at()); }
 
   FA_DEVICE void release_dout() {

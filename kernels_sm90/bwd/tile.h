@@ -8,6 +8,16 @@
 
 namespace fa::sm90 {
 
+// The same value in all lanes, and known to be: it and what is counted up to it stay in uniform
+// registers, which descriptors of products are made in. Read from memory, it would not be known.
+FA_DEVICE int uniform(int x) { return __shfl_sync(0xffffffffu, x, 0); }
+
+FA_DEVICE QueryRange uniform(const QueryRange& r) {
+  return QueryRange{
+      uniform(r.begin), uniform(r.full_begin), uniform(r.full_end), uniform(r.end), r.any_lo,
+      r.any_hi};
+}
+
 struct BwdTile {
   KeyTileInfo seq;
   Band band;
