@@ -22,10 +22,11 @@ def tensor_types(**tensors: object) -> None:
 
 
 def agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
+    """Sizes that must be equal; `what` holds {} for the number, as "{} rows"."""
     if t.shape[dim] != like.shape[dim]:
         other = "k" if name == "v" else "q"
         raise ValueError(
-            f"{name}: {t.shape[dim]} {what} (shape {list(t.shape)}), and {other} has "
+            f"{name}: {what.format(t.shape[dim])} (shape {list(t.shape)}), and {other} has "
             f"{like.shape[dim]} (shape {list(like.shape)}). They must be equal."
         )
 

@@ -128,13 +128,12 @@ def _dtypes(
         )
         raise ValueError(f"q: dtype {q.dtype} is not one of {names}. {cure}")
     # 16-bit queries may read a cache that is stored in e4m3, keys and values alike.
-    stored = FP8 if k.dtype == FP8 and q.dtype in KERNEL_FLOATS else q.dtype
+    stored, whose = (FP8, "k") if k.dtype == FP8 and q.dtype in KERNEL_FLOATS else (q.dtype, "q")
     for name, t in (("k", k), ("v", v)):
         if t.dtype != stored:
             raise ValueError(
-                f"{name}: dtype {t.dtype} differs from {stored}, which q's {q.dtype} and k's "
-                f"{k.dtype} call for. Pass q, k and v in one dtype, or a 16-bit q with k and v in "
-                f"{FP8}."
+                f"{name}: dtype {t.dtype} differs from {whose}'s {stored}. Pass q, k and v in one "
+                f"dtype, or a 16-bit q with k and v in {FP8}."
             )
         if t.device != q.device:
             raise ValueError(
@@ -163,9 +162,9 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
                 f"{name}: shape {list(cu.shape)} is not [batch + 1]. Pass the running sum of the "
                 "lengths with a leading 0."
             )
-    agree("v", v, k, -3, "rows")
-    agree("v", v, k, -2, "heads")
-    agree("k", k, q, -1, "head dim")
+    agree("v", v, k, -3, "{} rows")
+    agree("v", v, k, -2, "{} heads")
+    agree("k", k, q, -1, "head dim {}")
     for name, t in (("q", q), ("v", v)):
         if t.shape[-1] == 0:
             raise ValueError(f"{name}: head dim 0. Pass at least one element per head.")
@@ -208,7 +207,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
                 f"k: batch size {k.shape[0]} differs from q's {batch}. Expand k and v, or choose "
                 "cache rows with kv_batch_idx."
             )
-        agree("v", v, k, 0, "batch entries")
+        agree("v", v, k, 0, "{} batch entries")
     return batch
 
 

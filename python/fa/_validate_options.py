@@ -31,7 +31,7 @@ def page_table(
             "unknown. Pass seqused_k, int32 [batch]."
         )
     page_rows("page_table", table, batch, q.device, options.get("kv_batch_idx"))
-    agree("v", v, k, 0, "pages")
+    agree("v", v, k, 0, "{} pages")
     if k.shape[1] == 0:
         raise ValueError(f"k: shape {list(k.shape)} has pages of 0 keys. Pass at least one slot.")
 

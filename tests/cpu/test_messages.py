@@ -43,13 +43,13 @@ BAD: dict[str, tuple[list[Any], dict[str, Any], type[Exception], list[str]]] = {
     "None": ([Q, None, V], {}, TypeError, ["k", "None", "Tensor"]),
     "option's type": ([Q, K, V], {"causal": "yes"}, TypeError, ["causal", "str", "bool"]),
     "dtype": ([Q.int(), K, V], {}, ValueError, ["q:", "torch.int32", "torch.bfloat16", ".to("]),
-    "mixed": ([Q, K.half(), V], {}, ValueError, ["k:", "torch.float16", "torch.float32"]),
+    "mixed": ([Q, K.half(), V], {}, ValueError, ["k:", "float16 differs", "q's torch.float32"]),
     "device": ([Q, K, V.to("meta")], {}, ValueError, ["v:", "meta", "cpu", "Move"]),
     "dims": ([Q[0], K, V], {}, ValueError, ["q:", "[16, 4, 64]", "[batch, seqlen, heads, dim]"]),
     "packed dims": ([Q, *PACKED[1:]], CU, ValueError, ["q:", "[total, heads, dim]"]),
     "rows": ([Q, K, V[:, 1:]], {}, ValueError, ["v:", "19 rows", "k has 20"]),
     "heads of v": ([Q, K, V[:, :, 1:]], {}, ValueError, ["v:", "1 heads", "k has 2"]),
-    "head dim": ([Q, K[..., :32], V], {}, ValueError, ["k:", "32 head dim", "q has 64"]),
+    "head dim": ([Q, K[..., :32], V], {}, ValueError, ["k:", "head dim 32 (", "q has 64"]),
     "no head dim": ([Q, K, V[..., :0]], {}, ValueError, ["v:", "head dim 0"]),
     "batch": ([Q, K[:1], V[:1]], {}, ValueError, ["k:", "batch size 1", "q's 2", "kv_batch_idx"]),
     "heads": ([Q[:, :, :3], K, V], {}, ValueError, ["q:", "3 heads", "multiple", "2"]),
@@ -281,6 +281,11 @@ def test_bad_combine_calls() -> None:
         assert all(word in str(caught.value) for word in words), caught.value
     with pytest.raises(ValueError, match="n = 0"):
         fa.combine([], [])
+
+
+def test_values_of_another_dtype_than_a_stored_cache() -> None:
+    with pytest.raises(ValueError, match=r"^v: dtype torch.float16 differs from k's .*e4m3fn\."):
+        fa.attention(Q.half(), K.to(torch.float8_e4m3fn), V.half())
 
 
 def test_unknown_options_and_missing_arguments() -> None:
