@@ -21,6 +21,14 @@ def tensor_types(**tensors: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, not {shown}.")
 
 
+def in_words_of(error: ValueError, **names: str) -> ValueError:
+    """An error of an inner call, with our caller's names in the place of the inner ones."""
+    text = str(error)
+    for inner, outer in names.items():
+        text = text.replace(inner, outer)
+    return ValueError(text)
+
+
 def agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:
     """Sizes that must be equal; `what` holds {} for the number, as "{} rows"."""
     if t.shape[dim] != like.shape[dim]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fa import _validate, _validate_cache
 from fa._cache import query_positions
-from fa._checks import tensor_types
+from fa._checks import in_words_of, tensor_types
 from fa._ranges import ranged
 from fa._validate_types import argument_types
 from fa.functional import attention, window_options
@@ -81,7 +81,7 @@ def attention_kvcache(
         batch = cu_seqlens_q.shape[0] - 1
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    tensor_types(cache_seqlens=cache_seqlens)
+    argument_types("append_kv", {"cache_seqlens": cache_seqlens})
     used = cache_seqlens
     if (k_new is None) != (v_new is None):
         missing, given = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
@@ -117,7 +117,10 @@ def attention_kvcache(
         q = torch.ops.fa.apply_rotary(
             q, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved
         )
-    return attention(q, k_cache, v_cache, seqused_k=used, **options)
+    try:
+        return attention(q, k_cache, v_cache, seqused_k=used, **options)
+    except ValueError as error:
+        raise in_words_of(error, seqused_k="cache_seqlens") from None
 
 
 def _types(k_new: Any, v_new: Any, options: dict[str, Any], appended: dict[str, Any]) -> None:
@@ -133,7 +136,10 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: dict[str, Any])
     options = dict(options)
     window_options(options.pop("window_size", (-1, -1)), options)
     options.pop("return_lse", None)
-    _validate.forward(q, k_cache, v_cache, options, kernels=False)
+    try:
+        _validate.forward(q, k_cache, v_cache, options, kernels=False)
+    except ValueError as error:
+        raise in_words_of(error, seqused_k="cache_seqlens") from None
     sides = options.get("window_left", -1), options.get("window_right", -1)
     return bool(options.get("causal") or sides != (-1, -1) or options.get("attention_chunk"))
 

@@ -31,6 +31,8 @@ CU = {
     "cu_seqlens_q": torch.tensor([0, 5, 32], dtype=INT),
     "cu_seqlens_k": torch.tensor([0, 9, 40], dtype=INT),
 }
+LENGTHS = torch.tensor([3, 4], dtype=INT)
+ROTARY = {"rotary_cos": torch.ones(64, 8), "rotary_sin": torch.ones(64, 8)}
 
 
 def cu(*ends: int) -> Tensor:
@@ -288,6 +290,26 @@ def test_values_of_another_dtype_than_a_stored_cache() -> None:
         fa.attention(Q.half(), K.to(torch.float8_e4m3fn), V.half())
 
 
+@pytest.mark.parametrize(
+    ("lengths", "rotary", "words"),
+    [
+        (LENGTHS.long(), {}, "torch.int64 is not torch.int32. Pass cache_seqlens.int()"),
+        (LENGTHS.long(), ROTARY, "torch.int64 is not torch.int32. Pass cache_seqlens.int()"),
+        (cu(3, 4, 5), {}, "shape [3] must be [2]"),
+        (cu(3, 21), {}, "entry 1 is 21, and sequence 1 of k has room for 20"),
+        (-1, {}, "entry 0 is -1"),
+    ],
+    ids=["dtype", "dtype, rotated", "shape", "too long", "negative"],
+)
+def test_lengths_of_a_cache_are_called_as_the_caller_calls_them(
+    lengths: Any, rotary: dict[str, Tensor], words: str
+) -> None:
+    with pytest.raises(ValueError) as caught:
+        fa.attention_kvcache(Q, K, V, cache_seqlens=lengths, **rotary)
+    text = str(caught.value)
+    assert text.startswith("cache_seqlens: ") and words in text, text
+
+
 def test_unknown_options_and_missing_arguments() -> None:
     with pytest.raises((TypeError, RuntimeError), match="casual"):
         OPS.forward(Q, K, V, casual=True)
@@ -343,7 +365,6 @@ def test_an_option_of_another_library_is_refused_by_name(call):
 
 # ---- wrong Python types -------------------------------------------------------------------------
 
-LENGTHS = torch.tensor([3, 4], dtype=INT)
 NEW = K[:, :1], V[:, :1]
 WRONG_TYPES: dict[str, tuple[Any, str]] = {
     "a list of lengths": (
@@ -383,7 +404,7 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     "explain": (lambda: fa.explain(Q, K, V, softmax_scale="small"), "^softmax_scale must be"),
     "a cache's lengths": (
         lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=[3, 4]),
-        "^cache_seqlens must be a torch.Tensor, not list",
+        "^cache_seqlens must be a torch.Tensor, not list. .*dtype=torch.int32",
     ),
     "a cache's pages": (
         lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=LENGTHS, page_table=[[0], [1]]),
