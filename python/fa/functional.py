@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fa import ops
-from fa._checks import tensor_types
+from fa._checks import in_words_of, tensor_types
 from fa._ranges import ranged
 from fa._raw import raw, unwatched
 from fa._validate_types import in_our_words
@@ -317,18 +317,29 @@ def combine(
         >>> torch.allclose(out, fa.attention(q, k, v), atol=1e-6)
         True
     """
-    if isinstance(outs, (list, tuple)):
-        if not outs:
-            raise ValueError("outs: n = 0 partial results. Pass at least one.")
-        outs = torch.stack(tuple(outs))
-    if isinstance(lses, (list, tuple)):
-        if not lses:
-            raise ValueError("lses: n = 0 partial results. Pass at least one.")
-        lses = torch.stack(tuple(lses))
-    tensor_types(outs=outs, lses=lses)
-    if out_dtype is None:
-        return torch.ops.fa.combine(outs, lses)
-    return torch.ops.fa.combine(outs, lses, out_dtype=out_dtype)
+    outs, lses = _stacked("outs", outs), _stacked("lses", lses)
+    options = {} if out_dtype is None else {"out_dtype": out_dtype}
+    try:
+        return torch.ops.fa.combine(outs, lses, **options)
+    except ValueError as error:
+        raise in_words_of(error, out_partial="outs", lse_partial="lses") from None
+
+
+def _stacked(name: str, parts: Any) -> Tensor:
+    """Partial results as one tensor, of which a list or tuple holds equal ones."""
+    if not isinstance(parts, (list, tuple)):
+        tensor_types(**{name: parts})
+        return parts
+    if not parts:
+        raise ValueError(f"{name}: n = 0 partial results. Pass at least one.")
+    for n, part in enumerate(parts):
+        tensor_types(**{f"{name}[{n}]": part})
+        if part.shape != parts[0].shape:
+            raise ValueError(
+                f"{name}[{n}]: shape {list(part.shape)}, and {name}[0] has "
+                f"{list(parts[0].shape)}. Partial results must be of one shape."
+            )
+    return torch.stack(tuple(parts))
 
 
 # Reached through ops for its side effect: the operators exist once this module is imported.

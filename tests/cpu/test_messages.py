@@ -281,8 +281,14 @@ def test_bad_combine_calls() -> None:
         with pytest.raises(ValueError) as caught:
             OPS.combine(*args, **options)
         assert all(word in str(caught.value) for word in words), caught.value
-    with pytest.raises(ValueError, match="n = 0"):
-        fa.combine([], [])
+    for outs, lses, sentence in (
+        ([], [], "^outs: n = 0 partial results"),
+        (out, lse.transpose(2, 3), r"^lses: shape \[3, 2, 16, 4\] .* for outs \[3, 2, 16, 4, 32\]"),
+        ([out[0], out[1, :1]], [*lse[:2]], r"^outs\[1\]: shape \[1, 16, .* outs\[0\] has \[2, 16"),
+        ([*out], [*lse[:2], lse[2, 1:]], r"^lses\[2\]: shape \[1, 4, 16\], and lses\[0\] has \[2"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            fa.combine(outs, lses)
 
 
 def test_values_of_another_dtype_than_a_stored_cache() -> None:
@@ -424,6 +430,7 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     ),
     "rotated": (lambda: OPS.apply_rotary(Q, [1], [2]), "^cos must be a torch.Tensor, not list"),
     "combined": (lambda: fa.combine(3, 4), "^outs must be a torch.Tensor, not int"),
+    "a combined part": (lambda: fa.combine([Q, 4], [Q, Q]), r"^outs\[1\] must be a torch.Tensor"),
     "the backward": (
         lambda: OPS.backward(Q, Q, K, V, Q, Q, softmax_scale="small"),
         "^softmax_scale must be a number or None, not str",
