@@ -21,6 +21,23 @@ def tensor_types(**tensors: object) -> None:
             raise TypeError(f"{name} must be a torch.Tensor, not {shown}.")
 
 
+def layouts(**tensors: object) -> None:
+    """ValueError for a sparse or nested tensor: torch's own refusal is a list of dispatch keys."""
+    for name, t in tensors.items():
+        if not isinstance(t, Tensor):
+            continue
+        if t.is_nested:
+            raise ValueError(
+                f"{name}: is a nested tensor, and attention takes plain ones. Pass {name}.values() "
+                f"and {name}.offsets() of a jagged one to fa.attention_varlen, int32 offsets as "
+                "cu_seqlens."
+            )
+        if t.layout != torch.strided:
+            raise ValueError(
+                f"{name}: layout {t.layout} is not torch.strided. Pass {name}.to_dense()."
+            )
+
+
 def in_words_of(error: ValueError, **names: str) -> ValueError:
     """An error of an inner call, with our caller's names in the place of the inner ones."""
     text = str(error)

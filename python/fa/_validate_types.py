@@ -35,6 +35,8 @@ _REFUSED = re.compile(
     r"fa::_?(\w+)\(\) Expected a value of type '.*?' for argument '(\w+)'.*? type '(.*?)'"
 )
 
+_MISSING = re.compile(r"fa::_?(\w+)\(\) is missing value for argument '(\w+)'")
+
 
 def arguments(schema: str) -> dict[str, str]:
     """Name -> type of every argument of a schema, in order."""
@@ -87,6 +89,13 @@ def unknown(op: str, name: str) -> TypeError:
     )
 
 
+def absent(op: str, name: str) -> TypeError:
+    """The sentence for an argument that was not passed, and has no default."""
+    kind = KINDS[op][name]
+    cure = f" fa::{op.removesuffix('_out')} allocates its results." if op.endswith("_out") else ""
+    return TypeError(f"{name}: was not passed to fa::{op}. Pass {_WORDS[kind]} as {name}.{cure}")
+
+
 def in_our_words(error: RuntimeError) -> TypeError | None:
     """What torch says about a wrong argument of one of our operators; None for any other error."""
     text = str(error)
@@ -95,6 +104,9 @@ def in_our_words(error: RuntimeError) -> TypeError | None:
         op = found[1].removesuffix("_dense")
         if found[2] in KINDS.get(op, ()):
             return wrong_type(op, found[2], found[3])
+    missing = _MISSING.search(text)
+    if missing and missing[1] in KINDS:
+        return absent(missing[1], missing[2])
     if "Unknown keyword argument" in text:
         operator = re.search(r"operator 'fa::_?(\w+)'", text)
         if operator and operator[1] in KINDS:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fa import ops
-from fa._checks import in_words_of, tensor_types
+from fa._checks import in_words_of, layouts, tensor_types
 from fa._ranges import ranged
 from fa._raw import raw, unwatched
 from fa._validate_types import in_our_words
@@ -132,6 +132,7 @@ def _second_try(
     """What the raw operator refused: odd head dims go the composite way; the rest gets its type."""
     if str(error).startswith(_PAD):
         return _PACKET_CALL(_FORWARD, *args, **options)
+    layouts(**dict(zip("qkv", args, strict=False)))
     raise _typed(error) from None
 
 

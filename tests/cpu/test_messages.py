@@ -446,6 +446,41 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
 }
 
 
+MISSING: dict[str, tuple[Any, str]] = {
+    "out": (
+        lambda: OPS.forward_out(Q, K, V),
+        "^out: was not passed to fa::forward_out. Pass a torch.Tensor as out. fa::forward alloc",
+    ),
+    "v": (lambda: OPS.forward(Q, K), r"^v: was not passed to fa::forward\."),
+    "lse": (lambda: OPS.backward(Q, Q, K, V, Q), r"^lse: was not passed to fa::backward\."),
+    "dv": (
+        lambda: OPS.backward_out(Q, Q, K, V, Q, Q, dq=Q, dk=K),
+        "^dv: was not passed to fa::backward_out. .* fa::backward allocates",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_a_missing_argument_is_a_type_error_that_names_it(name: str) -> None:
+    call, sentence = MISSING[name]
+    with pytest.raises(TypeError, match=sentence):
+        call()
+
+
+def nested(t: Tensor) -> Tensor:
+    return torch.nested.nested_tensor([t[0, :3], t[1]], layout=torch.jagged)
+
+
+@pytest.mark.parametrize("call", [fa.attention, OPS.forward], ids=["function", "operator"])
+def test_sparse_and_nested_tensors_are_refused_in_a_sentence(call: Any) -> None:
+    with pytest.raises(ValueError, match=r"^q: layout torch.sparse_coo .* Pass q.to_dense\(\)"):
+        call(Q.to_sparse(), K, V)
+    with pytest.raises(ValueError, match=r"^v: layout torch.sparse_coo"):
+        call(Q, K, V.to_sparse())
+    with pytest.raises(ValueError, match=r"^q: is a nested tensor.*q.offsets\(\).*varlen"):
+        call(nested(Q), nested(K), nested(V))
+
+
 @pytest.mark.parametrize("name", WRONG_TYPES)
 def test_a_wrong_python_type_is_a_type_error_that_names_the_argument(name: str) -> None:
     call, sentence = WRONG_TYPES[name]

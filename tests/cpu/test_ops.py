@@ -264,7 +264,7 @@ def test_positional_and_named_arguments() -> None:
     want = OPS.forward(q, k, v)[0]
     assert torch.equal(OPS.forward(q=q, k=k, v=v)[0], want)
     assert torch.equal(OPS.forward(q, v=v, k=k)[0], want)
-    with pytest.raises((TypeError, RuntimeError), match="missing value for argument 'v'"):
+    with pytest.raises(TypeError, match="^v: was not passed"):
         OPS.forward(q, k)
 
 
