@@ -26,6 +26,17 @@ _function_modes = torch._C._len_torch_function_stack
 transformed = torch._C._are_functorch_transforms_active
 
 
+def mapped() -> bool:
+    """Is one of torch.func's transforms around this call a vmap?
+
+    What vmap hands out never requires a gradient, even where what it was made of does.
+    """
+    if not transformed():
+        return False
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
 def bind() -> None:
     """Once the operators are defined."""
     global _full, _dense

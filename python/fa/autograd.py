@@ -35,6 +35,10 @@ CONSTANT_OPTIONS = (
     "philox_seed_offset",
 )
 TENSOR_OPTIONS = (*INDEX_OPTIONS, *CONSTANT_OPTIONS)
+_NO_TANGENTS = (
+    "fa: forward-mode differentiation is not supported: an input carries a tangent. "
+    "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."
+)
 
 
 def refuse_constants(options: dict[str, Any]) -> None:
@@ -67,10 +71,7 @@ def refuse_forward_mode(*values: object) -> None:
         return
     for t in values:
         if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(
-                "fa: forward-mode differentiation is not supported: an input carries a tangent. "
-                "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."
-            )
+            raise NotImplementedError(_NO_TANGENTS)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,48 +87,76 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
             return backward(ctx, *grads)
         with torch.no_grad():
             outputs = backward(ctx, *grads)
-        error = torch._C._functions.DelayedError(
-            b"fa: double backward is not supported: the gradients of attention are not "
-            b"differentiable. Use fa.reference.attention where second derivatives are needed.",
-            len(outputs),
-        )
-        return error(*(t if t is None else t.detach().requires_grad_() for t in outputs))
+        found = [t for t in outputs if t is not None]
+        sources = [t for t in (*ctx.saved_tensors, *grads) if t is not None]
+        final = iter(_Final.apply(len(found), *found, *sources))
+        return tuple(t if t is None else next(final) for t in outputs)
 
     return wrapper
+
+
+class _Final(torch.autograd.Function):
+    """The first `count` tensors; all are sources of them, so whoever asks for a gradient hears."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(count: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(t.detach() for t in tensors[:count])
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError(
+            "fa: double backward is not supported: the gradients of attention are not "
+            "differentiable. Use fa.reference.attention where second derivatives are needed."
+        )
 
 
 def _traced(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     return torch.ops.fa._forward.default(q, k, v, **options)
 
 
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    options: dict[str, Any],
+    deterministic: bool,
+    direct: bool,
+) -> tuple[Tensor, Tensor]:
+    given = options if sinks is None else {**options, "sinks": sinks}
+    call = raw if direct else _traced
+    return call(q, k, v, given)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], results: tuple[Tensor, Tensor]) -> None:
+    """What the backward needs of a call of `_attend`."""
+    q, k, v, sinks, options, deterministic, _ = inputs
+    ctx.set_materialize_grads(False)
+    names = [n for n in TENSOR_OPTIONS if options.get(n) is not None] if options else ()
+    ctx.save_for_backward(q, k, v, *results, sinks, *(options[n] for n in names))
+    ctx.tensor_options = names
+    # A copy: the caller's dict may change before the backward runs.
+    kept = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
+    kept.pop("out_dtype", None)
+    kept["deterministic"] = deterministic
+    ctx.options = kept
+    ctx.backend = _backend.current()
+
+
 class Attention(torch.autograd.Function):
     """(q, k, v, sinks) -> (out, lse); both outputs have a gradient."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        options: dict[str, Any],
-        deterministic: bool,
-        direct: bool,
-    ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
-        given = options if sinks is None else {**options, "sinks": sinks}
-        call = raw if direct else _traced
-        out, lse = call(q, k, v, given)
-        names = [n for n in TENSOR_OPTIONS if options.get(n) is not None] if options else ()
-        ctx.save_for_backward(q, k, v, out, lse, sinks, *(options[n] for n in names))
-        ctx.tensor_options = names
-        # A copy: the caller's dict may change before the backward runs.
-        kept = {n: x for n, x in options.items() if not isinstance(x, Tensor)}
-        kept.pop("out_dtype", None)
-        kept["deterministic"] = deterministic
-        ctx.options = kept
-        ctx.backend = _backend.current()
-        return out, lse
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+        results = _attend(*inputs)
+        _keep(ctx, inputs, results)
+        return results
 
     @staticmethod
     @once_differentiable
@@ -150,15 +179,38 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, dsinks if sinks is not None else None, None, None, None
 
 
+class TransformedAttention(Attention):
+    """`Attention` in the form that torch.func's transforms ask for, which costs the host more."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, Tensor]:
+        return _attend(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _keep(ctx, inputs, output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENTS)
+
+
+def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """(out, lse) with a gradient; the arguments are those of `_attend`."""
+    return (TransformedAttention if transformed() else Attention).apply(*inputs)
+
+
 _apply = super(torch.autograd.Function, Attention).apply  # type: ignore[misc]
 
 
 def apply_plain(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *rest: Any
 ) -> tuple[Tensor, Tensor]:
-    """`Attention.apply` for a call that nothing traces, without its look at every argument."""
+    """`apply` for a call that nothing traces, without its look at every argument."""
     if transformed():
-        return Attention.apply(q, k, v, sinks, *rest)
+        return apply(q, k, v, sinks, *rest)
     q, k, v = unwrap_if_dead(q), unwrap_if_dead(k), unwrap_if_dead(v)
     return _apply(q, k, v, None if sinks is None else unwrap_if_dead(sinks), *rest)
 
@@ -166,14 +218,22 @@ def apply_plain(
 class Combine(torch.autograd.Function):
     """(out_partial, lse_partial) -> (out, lse); both outputs have a gradient."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
+        out_partial: Tensor, lse_partial: Tensor, out_dtype: torch.dtype | None
     ) -> tuple[Tensor, Tensor]:
+        return torch.ops.fa._combine.default(out_partial, lse_partial, out_dtype=out_dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.set_materialize_grads(False)
-        out, lse = torch.ops.fa._combine.default(out_partial, lse_partial, out_dtype=out_dtype)
-        ctx.save_for_backward(out_partial, lse_partial, out, lse)
-        return out, lse
+        ctx.save_for_backward(*inputs[:2], *output)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(_NO_TANGENTS)
 
     @staticmethod
     @once_differentiable

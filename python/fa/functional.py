@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from fa import ops
 from fa._checks import in_words_of, layouts, tensor_types
 from fa._ranges import ranged
-from fa._raw import raw, unwatched
+from fa._raw import raw, transformed, unwatched
 from fa._validate_types import in_our_words
 
 _FORWARD = torch.ops.fa.forward
@@ -32,7 +32,7 @@ _autocast_enabled = torch._C._is_any_autocast_enabled
 
 def _call(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """What the composite does, for tensors that `unwatched` lets through."""
-    if _autocast_enabled() or "dropout_p" in options:
+    if _autocast_enabled() or "dropout_p" in options or transformed():
         return ops.forward(q, k, v, **options)
     if _grad_enabled():
         if q.requires_grad or k.requires_grad or v.requires_grad:
@@ -55,9 +55,16 @@ class ForwardPacket(type(_FORWARD)):  # type: ignore[misc]
         try:
             if not args and unwatched(q, k, v):
                 return _call(q, k, v, options)
-            return _PACKET_CALL(self, *_given(q, k, v), *args, **options)
+            return _composite(_given(q, k, v) + list(args), options)
         except RuntimeError as error:
             return _second_try(error, (*_given(q, k, v), *args), options)
+
+
+def _composite(args: list[Any], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """`fa::forward` by the dispatcher; by itself where torch.func's transforms must see inside."""
+    if transformed() and len(args) == 3:
+        return ops.forward(*args, **options)
+    return _PACKET_CALL(_FORWARD, *args, **options)
 
 
 def _given(*args: Any) -> list[Any]:
@@ -144,7 +151,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
     try:
         if unwatched(q, k, v):
             return _call(q, k, v, options)
-        return _PACKET_CALL(_FORWARD, q, k, v, **options)
+        return _composite([q, k, v], options)
     except RuntimeError as error:
         tensor_types(q=q, k=k, v=v)
         return _second_try(error, (q, k, v), options)
@@ -320,8 +327,9 @@ def combine(
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     options = {} if out_dtype is None else {"out_dtype": out_dtype}
+    call = ops.combine if transformed() else torch.ops.fa.combine
     try:
-        return torch.ops.fa.combine(outs, lses, **options)
+        return call(outs, lses, **options)
     except ValueError as error:
         raise in_words_of(error, out_partial="outs", lse_partial="lses") from None
 

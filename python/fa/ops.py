@@ -29,6 +29,7 @@ from fa import (
 )
 from fa._checks import tensor_types
 from fa._layout import empty_like_order, lse_dtype, out_dtypes, pad_head_dim
+from fa._raw import mapped
 from fa._schemas import SCHEMAS
 from fa._validate_options import dropout_probability
 from fa._validate_types import argument_types
@@ -303,19 +304,26 @@ def record(
         if options:
             autograd.refuse_constants(options)
         sinks = options.get("sinks")
-        if (
+        needed = (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or (sinks is not None and sinks.requires_grad)
-        ):
+        )
+        if needed:
             autograd.refuse_fp8(q=q, k=k, v=v)
+        if not needed and mapped():
+            # Before torch's fallback for vmap, in which an error can be lost under a warning.
+            argument_types("forward", options)
+            _validate.forward(q, k, v, options, kernels=False)
+            needed = True
+        if needed:
             rest = dict(options)
             rest.pop("sinks", None)
             deterministic = rest.pop("deterministic", None)
             if deterministic is None:
                 deterministic = torch.are_deterministic_algorithms_enabled()
-            apply = autograd.apply_plain if direct else autograd.Attention.apply
+            apply = autograd.apply_plain if direct else autograd.apply
             return apply(q, k, v, sinks, rest, deterministic, direct)
     return torch.ops.fa._forward.default(q, k, v, **options)
 
@@ -339,7 +347,8 @@ def combine(
     _buffers.combine(out_partial, lse_partial, out_dtype)
     autograd.refuse_forward_mode(out_partial, lse_partial)
     with _exactly(out_partial):
-        if torch.is_grad_enabled() and (out_partial.requires_grad or lse_partial.requires_grad):
+        needed = out_partial.requires_grad or lse_partial.requires_grad or mapped()
+        if torch.is_grad_enabled() and needed:
             return autograd.Combine.apply(out_partial, lse_partial, out_dtype)
         return torch.ops.fa._combine.default(out_partial, lse_partial, out_dtype=out_dtype)
 

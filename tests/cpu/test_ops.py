@@ -386,6 +386,109 @@ def test_vmap_equals_a_loop() -> None:
         assert torch.equal(got[i], fa.attention(q[i], k[i], v[i], causal=True))
 
 
+TRANSFORM_OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "options": {
+        "causal": True,
+        "window_size": (3, 0),
+        "softcap": 5.0,
+        "seqused_k": torch.tensor([7, 5], dtype=torch.int32),
+    },
+}
+
+
+def loss_of(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    out, lse = fa.attention(q, k, v, return_lse=True, **options)
+    return out.square().sum() + lse.nan_to_num(neginf=0.0).sum()
+
+
+def gradients_of(*tensors: Tensor, **options: Any) -> tuple[Tensor, ...]:
+    leaves = [t.detach().requires_grad_() for t in tensors]
+    return torch.autograd.grad(loss_of(*leaves, **options), leaves)
+
+
+@pytest.mark.parametrize("options", TRANSFORM_OPTIONS.values(), ids=TRANSFORM_OPTIONS)
+def test_gradients_by_torch_func(options: dict[str, Any]) -> None:
+    inputs = tensors()
+    want = gradients_of(*inputs, **options)
+
+    def loss(*t: Tensor) -> Tensor:
+        return loss_of(*t, **options)
+
+    assert all(map(torch.equal, torch.func.grad(loss, argnums=(0, 1, 2))(*inputs), want))
+    value, pull = torch.func.vjp(loss, *inputs)
+    assert all(map(torch.equal, pull(torch.ones_like(value)), want))
+    (sinks,) = torch.func.grad(lambda *s: loss_of(*inputs, sinks=s[0], **options), argnums=(0,))(
+        torch.zeros(4)
+    )
+    leaf = torch.zeros(4, requires_grad=True)
+    loss_of(*inputs, sinks=leaf, **options).backward()
+    assert torch.equal(sinks, leaf.grad)
+
+
+@pytest.mark.parametrize("options", TRANSFORM_OPTIONS.values(), ids=TRANSFORM_OPTIONS)
+def test_gradients_through_vmap(options: dict[str, Any]) -> None:
+    """In every order; what vmap hands out requires no gradient, and must not lose one."""
+    stacked = [torch.stack([t, 2 * t]) for t in tensors()]
+    want = [gradients_of(*(t[i] for t in stacked), **options) for i in range(2)]
+
+    def loss(*t: Tensor) -> Tensor:
+        return loss_of(*t, **options)
+
+    def mapped(*t: Tensor) -> Tensor:
+        return torch.func.vmap(loss)(*t).sum() + sum(x.sum() for x in t)
+
+    inside = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1, 2)))(*stacked)
+    outside = torch.func.grad(mapped, argnums=(0, 1, 2))(*stacked)
+    leaves = [t.detach().requires_grad_() for t in stacked]
+    autograd = torch.autograd.grad(mapped(*leaves), leaves)
+    for i in range(2):
+        for a, b, c, exact in zip(inside, outside, autograd, want[i], strict=True):
+            torch.testing.assert_close(a[i], exact)
+            torch.testing.assert_close(b[i] - 1, exact)
+            torch.testing.assert_close(c[i] - 1, exact)
+
+
+def test_combine_under_torch_func() -> None:
+    q, k, v = tensors()
+
+    def loss(q: Tensor) -> Tensor:
+        parts = [
+            fa.attention(q, k[:, s], v[:, s], return_lse=True) for s in (slice(3), slice(3, 9))
+        ]
+        return fa.combine(*zip(*parts, strict=True))[0].square().sum()
+
+    leaf = q.clone().requires_grad_()
+    loss(leaf).backward()
+    torch.testing.assert_close(torch.func.grad(loss)(q), leaf.grad)
+    twice = torch.stack([q, q]).requires_grad_()
+    torch.func.vmap(loss)(twice).sum().backward()
+    torch.testing.assert_close(twice.grad[1], leaf.grad)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_vmap_inside_a_compiled_function(backend: str) -> None:
+    stacked = [torch.stack([t, 2 * t]).requires_grad_() for t in tensors()]
+    loss = torch.func.vmap(loss_of)
+    want = torch.autograd.grad(loss(*stacked).sum(), stacked)
+    got = torch.autograd.grad(torch.compile(loss, backend=backend)(*stacked).sum(), stacked)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_wrong_calls_under_vmap() -> None:
+    q, k, v = (torch.stack([t, t]) for t in tensors())
+    for options, kind, words in (
+        ({"window_size": (-7, 0)}, ValueError, "window_left: -7"),
+        ({"softmax_scale": "small"}, TypeError, "^softmax_scale must be a number"),
+        ({"casual": True}, TypeError, '"casual" is not an option'),
+    ):
+        with pytest.raises(kind, match=words):
+            torch.func.vmap(lambda *t, o=options: fa.attention(*t, **o))(q, k, v)
+    with pytest.raises(ValueError, match="^k: dtype torch.float16 differs from q's"):
+        torch.func.vmap(fa.attention)(q, k.half(), v)
+
+
 # ---- refusals -----------------------------------------------------------------------------------
 
 
@@ -394,8 +497,14 @@ def test_double_backward_is_refused() -> None:
     # Of a sum the incoming gradient is a constant, of a square it is not.
     for loss in (fa.attention(q, k, v).sum(), fa.attention(q, k, v).square().sum()):
         (dq,) = torch.autograd.grad(loss, q, create_graph=True)
-        with pytest.raises(RuntimeError, match="double backward is not supported"):
-            (q.sum() + dq.sum()).backward()
+        with pytest.raises(NotImplementedError, match="double backward is not supported"):
+            (q.sum() + dq.sum()).backward(retain_graph=True)
+        for source in (q, k):  # by a gradient of it alone, which is not found to be absent
+            with pytest.raises(NotImplementedError, match="double backward is not supported"):
+                torch.autograd.grad(dq.sum(), source, allow_unused=True, retain_graph=True)
+    gradient = torch.func.grad(loss_of)
+    with pytest.raises(NotImplementedError, match="double backward is not supported"):
+        torch.func.grad(lambda t: gradient(t, k.detach(), v.detach()).sum())(q.detach())
     out, lse = (t.detach() for t in OPS.forward(q, k, v))
     with pytest.raises(NotImplementedError, match="double backward"):
         OPS.backward(torch.ones_like(out), q, k, v, out, lse)
@@ -411,6 +520,8 @@ def test_forward_mode_is_refused(call: Any) -> None:
         with pytest.raises(NotImplementedError, match="forward-mode"):
             call(q, k, dual)
         call(q, k, v)  # no tangent, no refusal
+    with pytest.raises(NotImplementedError, match="forward-mode"):
+        torch.func.hessian(lambda t: call(t, k, v).sum())(q)
 
 
 def test_constants_have_no_gradient() -> None:
