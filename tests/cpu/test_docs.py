@@ -68,6 +68,21 @@ def test_every_page_is_on_the_site() -> None:
     assert {f"docs/schedules/{name}.md" for name in schedules.FAMILIES} <= named
 
 
+def test_every_table_has_a_header() -> None:
+    """An empty line inside of a table makes text of the rows behind it."""
+    wrong = []
+    for page in PAGES:
+        lines = [
+            "" if code else line
+            for _, line, code in docs_links.lines_with_code(page.read_text("utf-8"))
+        ]
+        for number, line in enumerate(lines[:-1], 1):
+            first = line.startswith("|") and not (number > 1 and lines[number - 2].startswith("|"))
+            if first and not re.fullmatch(r"\|[-:| ]+\|", lines[number]):
+                wrong.append(f"{page.relative_to(ROOT)}:{number}")
+    assert not wrong
+
+
 def test_lists_get_the_indents_that_the_site_needs() -> None:
     text = "Text:\n* one\n  more\n  - inner\n    tail\n* two\n\n1. a\n   * b\n\n```\n* code\n```\n"
     assert docs_site.with_list_indents(text) == (
