@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
+from pathlib import Path
 
 from bench_cells import compare, geometric_mean, read_lines
 from bench_tables import change_table
@@ -23,6 +24,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("after")
     parser.add_argument("--rows", default="*", help="glob over row ids")
     options = parser.parse_args(arguments)
+    for name in (options.before, options.after):
+        if not Path(name).is_file():
+            parser.error(f"there is no file {name}.")
     before, after = read_lines(options.before), read_lines(options.after)
     changes = [
         change

@@ -162,6 +162,9 @@ def test_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"* {SM90}: +100.0 % over 1 cells" in text
     assert SM80 not in text
     assert ladder.main([*files, "--rows", "nothing"]) == 2
+    with pytest.raises(SystemExit):
+        ladder.main([files[0], str(tmp_path / "c.jsonl")])
+    assert "there is no file" in capsys.readouterr().err
 
 
 def test_page_block_and_plot(tmp_path: Path) -> None:
