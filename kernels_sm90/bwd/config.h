@@ -71,11 +71,12 @@ struct BwdTypes {
                 "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
-  // A spare warp adds dQ out of shared memory; in turns the warpgroups do it themselves.
+  // Spare warps add dQ out of shared memory; in turns they do wherever keys are owned.
   static constexpr bool kBulkDq = kConfig.dq == DqAdd::kBulk;
   static_assert(kBulkDq == kCarryDs && (kBulkDq || kConfig.dq == DqAdd::kVector),
                 "dq is bulk where compute warpgroups own their keys and tile_m is 64, else vector");
-  static_assert(kConfig.dq_turns == 1);
+  static_assert(kConfig.dq_turns == (kShareKeys ? 1 : kDqParts),
+                "dq_turns: one for each part of dQ that a warpgroup of its own keys makes, else 1");
 
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
   // thread holds dV and dK, S and dP, or P, dS and dQ. Where the keys are shared it has half of P,

@@ -14,6 +14,10 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
                : "memory");
 }
 
+// Writes of TMA to global memory that this thread waited for, and generic ones, are ordered before
+// what follows in the other proxy.
+FA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // dq = dS · K, 64 rows and kDqColumns: part number `part` of the tile, panels of columns inside
 // blocks of rows.
 template <class T, class Ds, class K>
@@ -79,20 +83,32 @@ class DqWriter {
     arrive<kAddingThreads>(Barrier::kDqFull, warpgroup);
   }
 
-  // One warp: adds every part that a compute warpgroup leaves to it, of all heads of the group.
-  FA_DEVICE void add_all(int warpgroup, int group) const {
+  // One warp: adds every part that a compute warpgroup leaves to it, of all heads of the group. In
+  // turns, the next key tile's may come as soon as this one is in memory.
+  FA_DEVICE void add_all(int group) const {
     constexpr bool kInTurn = T::kDqParts == 1;
-    int at = 0;
+    const BwdTile& t = smem_.tile;
+    int at = 0, tile = -1;  // of the workspace, whose part is added
 #pragma unroll 1
-    for (int g = 0; g < group; ++g) {
+    for (int head = t.head_k * group; head != (t.head_k + 1) * group; ++head) {
 #pragma unroll 1
-      for (int m = smem_.tile.range.begin; m < smem_.tile.range.end; ++m, ++at) {
+      for (int i = t.walk.range.begin; i < t.walk.range.end; ++i, ++at) {
+        const int warpgroup = thread() / 32 - 1;
         if (kInTurn && !makes_dq(at, warpgroup)) continue;
         arrive<kAddingThreads>(Barrier::kDqEmpty, warpgroup);
-        float* to = sum(index(smem_.tile.head_k * group + g, m));
+        const int m = t.walk.block(i);
+        if (ordered()) {
+          const int before =
+              key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed());
+          if (tile >= 0) pass_part(tile);
+          tile = static_cast<int>(index(head, m));
+          wait_for_part(tile, before);
+        } else {
+          tile = static_cast<int>(index(head, m));
+        }
         sync<kAddingThreads>(Barrier::kDqFull, warpgroup);
         if (thread() % 32 == 0) {
-          bulk_reduce(to + (kInTurn ? 0 : warpgroup * T::kDqFloats), smem_.dq[warpgroup],
+          bulk_reduce(sum(tile) + (kInTurn ? 0 : warpgroup) * T::kDqFloats, smem_.dq[warpgroup],
                       T::kDqFloats * sizeof(float));
           tma_store_commit();
           tma_store_wait_read();
@@ -100,7 +116,8 @@ class DqWriter {
         __syncwarp();
       }
     }
-    tma_store_wait();
+    if (!ordered()) return tma_store_wait();
+    if (tile >= 0) pass_part(tile);
   }
 
   // dQ of one part: which warpgroup makes that of block `at`, counted over all heads.
@@ -115,33 +132,51 @@ class DqWriter {
   }
   FA_DEVICE bool ordered() const { return args_.work.turns != nullptr; }
 
-  // After all adds of block (head_q, m) have been issued. Looks already for the turn of the next
-  // block.
-  FA_DEVICE void pass_turn(int head_q, int m, int next_head_q, int next_m) {
-    sync<kWarpgroupThreads>(Barrier::kDq);
-    if (thread() == 0) seen_ = count_one_and_look(counter(head_q, m), counter(next_head_q, next_m));
+  // In turns, where keys are shared: one thread, not the one that loads, waits for the turn; all
+  // may add behind the next meet(), and once all have, the same thread passes it.
+  FA_DEVICE void wait_turn(int head_q, int m) const {
+    const BwdTile& t = smem_.tile;
+    if (thread() == kTurnThread)
+      wait_for_count(counter(head_q, m),
+                     key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed()));
     __syncwarp();
   }
-  FA_DEVICE void pass_last_turn(int head_q, int m) const {
-    sync<kWarpgroupThreads>(Barrier::kDq);
-    if (thread() == 0) count_one(counter(head_q, m));
+  FA_DEVICE void pass_turn(int head_q, int m) const {
+    meet();
+    if (thread() == kTurnThread) count_one(counter(head_q, m));
+    __syncwarp();
   }
-  FA_DEVICE void wait_turn(int head_q, int m) const {
-    if (thread() == 0) {
-      const int before = key_tiles_behind(smem_.tile.band, smem_.tile.seq, m, T::kTileM, T::kTileN);
-      if (seen_ != before) wait_for_count(counter(head_q, m), before);
-    }
-    sync<kWarpgroupThreads>(Barrier::kDq);
-  }
+  FA_DEVICE void meet() const { sync<kWarpgroupThreads>(Barrier::kDq); }
 
  private:
   static constexpr int kChunks = kWarpFloats / 128;
+  static constexpr int kTurnThread = 32;
+
+  // In turns: of the part of workspace tile `tile` that this warp adds.
+  FA_DEVICE int32_t* part_turn(int tile) const {
+    return args_.work.turns + int64_t(tile) * T::kConfig.dq_turns +
+           (T::kDqParts == 1 ? 0 : thread() / 32 - 1);
+  }
+  FA_DEVICE void wait_for_part(int tile, int before) const {
+    if (thread() % 32 == 0) {
+      wait_for_count(part_turn(tile), before);
+      fence_async_global();
+    }
+    __syncwarp();
+  }
+  FA_DEVICE void pass_part(int tile) const {
+    if (thread() % 32 == 0) {
+      tma_store_wait();
+      fence_async_global();
+      count_one(part_turn(tile));
+    }
+    __syncwarp();
+  }
 
   FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }
 
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
-  int seen_ = -1;  // turns of the next block that are over, if looked at
 };
 
 // Where the keys are shared: dQ for every block, by one warpgroup. Its first lane also refills the
@@ -158,29 +193,21 @@ class DqStep {
     mbarrier_wait(&smem.k_full, 0);
   }
 
-  // `first`: no block came before it.
-  FA_DEVICE void next(int head_q, int m, bool first) {
-    if (writer_.ordered() && !first) {  // while dS is still made
-      const bool begins = m == smem_.tile.range.begin;
-      writer_.pass_turn(begins ? head_q - 1 : head_q, begins ? smem_.tile.range.end - 1 : m - 1,
-                        head_q, m);
-    }
+  // The block at place i of the walk.
+  FA_DEVICE void next(int head_q, int i) {
+    const int m = smem_.tile.walk.block(i);
+    if (writer_.ordered()) writer_.wait_turn(head_q, m);  // while dS is still made
     const int slot = at_.slot();
     mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
-    if (writer_.ordered()) writer_.wait_turn(head_q, m);
     float* sum = writer_.sum(writer_.index(head_q, m));
     if constexpr (T::kTwoParts)
       add_overlapped(sum, slot);
     else
       add_parts(sum, slot);
+    if (writer_.ordered()) writer_.pass_turn(head_q, m);
     at_.advance();
     if (writer_.thread() == 0) loader_.next();
     __syncwarp();
-  }
-
-  // `head_q`: the last one.
-  FA_DEVICE void finish(int head_q) const {
-    if (writer_.ordered()) writer_.pass_last_turn(head_q, smem_.tile.range.end - 1);
   }
 
  private:
@@ -194,6 +221,7 @@ class DqStep {
       cute::warpgroup_fence_operand(dq);
       if (part == T::kDqParts - 1 && writer_.thread() % 32 == 0)
         mbarrier_arrive(&smem_.ds_slots.empty[slot]);
+      if (part == 0 && writer_.ordered()) writer_.meet();
       writer_.add(dq, sum, part);
     }
   }
@@ -202,6 +230,10 @@ class DqStep {
   FA_DEVICE void add_overlapped(float* sum, int slot) {
     typename T::DqAcc dq[2];
     multiply(dq[0], slot, 0);
+    if (writer_.ordered()) {
+      cute::warpgroup_wait<0>();
+      writer_.meet();
+    }
     CUTE_UNROLL
     for (int part = 0; part < T::kDqParts; ++part) {
       if (part + 1 < T::kDqParts) {

@@ -39,28 +39,28 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
   __syncthreads();
 }
 
-// Blocks in ascending order for every head of the group: left edge, interior, right edge. The first
-// block of all is masked by first(); both edges run through one loop.
+// Blocks in the order of the walk for every head of the group: one edge, interior, the other edge.
+// The first block of all is masked by first(); both edges run through one loop.
 template <class Step>
 FA_DEVICE void accumulate_tile(Step& step, const QueryRange& of_tile, int head_q, int group) {
   const QueryRange range = uniform(of_tile);
-  int m = range.begin;
+  int i = range.begin;
   step.begin_head(head_q);
-  step.first(m);
-  ++m;
+  step.first(i);
+  ++i;
 #pragma unroll 1
   for (int g = 0; g < group; ++g) {
     if (g > 0) step.begin_head(head_q + g);
     int stop = range.full_begin;
     while (true) {
 #pragma unroll 1
-      for (; m < stop; ++m) step.next(m, Masked{});
-      if (m >= range.end) break;
+      for (; i < stop; ++i) step.next(i, Masked{});
+      if (i >= range.end) break;
 #pragma unroll 1
-      for (; m < range.full_end; ++m) step.next(m, Unmasked{});
+      for (; i < range.full_end; ++i) step.next(i, Unmasked{});
       stop = range.end;
     }
-    m = range.begin;
+    i = range.begin;
   }
   step.last();
 }
@@ -85,20 +85,17 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
     if constexpr (T::kShareKeys) {
       DqStep<Row> step(smem, params.args, loader);
-      const QueryRange range = uniform(tile.range);
+      const QueryRange range = uniform(tile.walk.range);
 #pragma unroll 1
       for (int g = 0; g < group; ++g)
 #pragma unroll 1
-        for (int m = range.begin; m < range.end; ++m)
-          step.next(tile.head_k * group + g, m, g == 0 && m == range.begin);
-      step.finish((tile.head_k + 1) * group - 1);
+        for (int i = range.begin; i < range.end; ++i) step.next(tile.head_k * group + g, i);
     } else if (threadIdx.x == 0) {
       loader.begin();
       loader.finish();
-    } else if constexpr (T::kBulkDq) {
-      const int warp = threadIdx.x / 32;
+    } else if (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2) {
       const DqWriter<Row> writer(params.args, smem);
-      if ((warp == 1 || warp == 2) && !writer.ordered()) writer.add_all(warp - 1, group);
+      if (T::kBulkDq || writer.ordered()) writer.add_all(group);
     }
   } else {
     grow_registers<T::kComputeRegisters>();
@@ -111,7 +108,7 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
             using Own = std::conditional_t<T::kTall, BwdTallStep<Row>, BwdStep<Row>>;
             using Step = std::conditional_t<T::kShareKeys, Wide, Own>;
             Step step(smem, params.args, thread);
-            accumulate_tile(step, tile.range, tile.head_k * group, group);
+            accumulate_tile(step, tile.walk.range, tile.head_k * group, group);
             epilogue.store(step.dk(), step.dv());
           });
     } else {

@@ -40,10 +40,13 @@ class BwdOwnKeys : public BwdCompute<Row> {
     mbarrier_wait(&smem_.do_slots.full[Base::template slot<T::kDoSlots>(at)],
                   Base::template parity<T::kDoSlots>(at));
   }
-  // In Q and dO of block `at`, which is block m of its head, before a product reads them.
+  // The query block at place i of the walk.
+  FA_DEVICE int block(int i) const { return Base::anew(&smem_.tile.walk)->block(i); }
+  // In Q and dO of block `at`, which is at place i of the walk, before a product reads them.
   template <class Edge>
-  FA_DEVICE void clear_hidden_rows(int m, uint32_t at) const {
+  FA_DEVICE void clear_hidden_rows(int i, uint32_t at) const {
     if constexpr (Edge::kMasked) {
+      const int m = block(i);
       if (!smem_.tile.ragged(m, T::kTileM)) return;
       wait_for_q(at);
       wait_for_do(at);
@@ -61,10 +64,10 @@ class BwdOwnKeys : public BwdCompute<Row> {
   }
 
   template <class Edge>
-  FA_DEVICE void hide_scores(Score& s, int m) const {
+  FA_DEVICE void hide_scores(Score& s, int i) const {
     cute::warpgroup_fence_operand(s);
     auto view = acc_view(s);  // (2 keys, kColumns rows)
-    if constexpr (Edge::kMasked) Base::hide(view, m * T::kTileM + acc_first_col(lane()));
+    if constexpr (Edge::kMasked) Base::hide(view, block(i) * T::kTileM + acc_first_col(lane()));
   }
 
   // P = 2^(score · scale_log2 − LSE), in place of the scores, view columns [kBegin, kEnd). `lse`:
@@ -108,25 +111,8 @@ class BwdOwnKeys : public BwdCompute<Row> {
     cute::warpgroup_commit_batch();
   }
 
-  // In turns: the warpgroup may add to block m, workspace tile `tile`.
-  FA_DEVICE void wait_turn(int m, int64_t tile) const {
-    if (Base::thread() % kWarpgroupThreads == 0)
-      wait_for_count(args_.work.turns + tile,
-                     key_tiles_behind(smem_.tile.band, smem_.tile.seq, m, T::kTileM, T::kTileN));
-    sync<kWarpgroupThreads>(Barrier::kSlab, warpgroup());
-  }
-  // In turns: one thread remembers which block's turn to pass, once all have issued its adds.
-  FA_DEVICE void note_adds(int tile) const {
-    if (writer_.ordered() && Base::thread() == 0) smem_.turn = tile;
-  }
-  FA_DEVICE void pass_turn() const {
-    if (Base::thread() == 0) count_one(args_.work.turns + smem_.turn);
-  }
-  // All have stored dS of block `at`, and issued the adds of the block before.
-  FA_DEVICE void meet(uint32_t at) const {
-    sync<T::kComputeThreads>(Barrier::kOperands);
-    if (writer_.ordered() && at > 0) pass_turn();
-  }
+  // All have stored dS of a block.
+  FA_DEVICE void meet() const { sync<T::kComputeThreads>(Barrier::kOperands); }
 
   DqWriter<Row> writer_;
   int head_q_ = 0;

@@ -23,7 +23,7 @@ class BwdLoader {
   // What the first products need comes first, then as many blocks as there are slots.
   FA_DEVICE void begin() {
     head_ = smem_.tile.head_k * args_.group;
-    m_ = smem_.tile.range.begin;
+    place_ = smem_.tile.walk.range.begin;
     load_keys<T::kDimQk, T::kPanelQk>(k_map_, smem_.k, &smem_.k_full);
     load_q();
     load_keys<T::kDimV, T::kPanelV>(v_map_, smem_.v, &smem_.v_full);
@@ -50,8 +50,8 @@ class BwdLoader {
   FA_DEVICE void advance() {
     at_.advance();
     do_at_.advance();
-    if (++m_ < smem_.tile.range.end) return;
-    m_ = smem_.tile.range.begin;
+    if (++place_ < smem_.tile.walk.range.end) return;
+    place_ = smem_.tile.walk.range.begin;
     ++head_;
   }
 
@@ -90,10 +90,13 @@ class BwdLoader {
     for (int panel = 0; panel < kDim / kPanel; ++panel)
       tma_load<L2Policy::kEvictLast>(
           map, to + panel * kPanel * T::kTileM, full,
-          BoxCoord{panel * kPanel, s.q_begin + m_ * T::kTileM, head_, s.q_batch});
+          BoxCoord{panel * kPanel, s.q_begin + smem_.tile.walk.block(place_) * T::kTileM, head_,
+                   s.q_batch});
   }
   FA_DEVICE void load_stats(const float* from, float* to, uint64_t* full) const {
-    bulk_load(to, from + workspace_tile(args_, smem_.tile.seq, head_, m_) * T::kTileM,
+    bulk_load(to,
+              from + workspace_tile(args_, smem_.tile.seq, head_, smem_.tile.walk.block(place_)) *
+                         T::kTileM,
               T::kStatBytes, full);
   }
 
@@ -105,7 +108,7 @@ class BwdLoader {
   BwdSmem<Row>& smem_;
   SlotCursor<T::kSlots> at_{1};
   SlotCursor<T::kDoSlots> do_at_{1};
-  int head_ = 0, m_ = 0;  // of the next block
+  int head_ = 0, place_ = 0;  // of the next block: head, place in the walk
 };
 
 }  // namespace fa::sm90

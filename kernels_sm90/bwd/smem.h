@@ -21,13 +21,12 @@ struct BwdSmem {
   alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
   alignas(kBwdSmemAlign) E p[T::kShareKeys ? cute::cosize_v<typename T::LayoutDsT> : 0];
   // dQ parts on their way to memory, one for each compute warpgroup.
-  alignas(128) float dq[T::kBulkDq ? T::kComputes : 0][T::kDqFloats];
+  alignas(128) float dq[T::kShareKeys ? 0 : T::kComputes][T::kDqFloats];
   alignas(16) float lse_log2[T::kSlots][T::kTileM];  // arrive with Q
   alignas(16) float delta[T::kDoSlots][T::kTileM];   // arrive with dO
   SlotBarriers<T::kSlots> q_slots;                   // readers: compute warps
   SlotBarriers<T::kDoSlots> do_slots;                // readers: compute warps
   SlotBarriers<T::kDsSlots> ds_slots;  // shared keys: written by compute warps, read by dQ's
-  int turn;  // own keys, in turns: workspace tile of the block whose adds are issued
   uint64_t k_full, v_full;
   int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile
   BwdTile tile;

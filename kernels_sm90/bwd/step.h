@@ -13,7 +13,7 @@ template <class Row>
 class BwdStep : public BwdOwnKeys<Row> {
   using T = BwdTypes<Row>;
   using Base = BwdOwnKeys<Row>;
-  using Base::at_, Base::dk_, Base::dv_, Base::head_q_, Base::smem_, Base::writer_;
+  using Base::at_, Base::dk_, Base::dv_, Base::smem_, Base::writer_;
   using Base::lane, Base::warpgroup, Base::kColumns, Base::kInTurn;
   using typename Base::Score, typename Base::DqAcc;
 
@@ -21,56 +21,51 @@ class BwdStep : public BwdOwnKeys<Row> {
   FA_DEVICE BwdStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
       : Base(smem, args, thread) {}
 
-  FA_DEVICE void first(int m) {
+  FA_DEVICE void first(int i) {
     Base::begin();
     mbarrier_wait(&smem_.v_full, 0);
-    block<Masked>(m);
+    block<Masked>(i);
   }
 
   template <class Edge>
-  FA_DEVICE void next(int m, Edge) {
+  FA_DEVICE void next(int i, Edge) {
     ++at_;
-    block<Edge>(m);
+    block<Edge>(i);
   }
 
-  FA_DEVICE void last() {
-    if (!writer_.ordered()) return;
-    sync<T::kComputeThreads>(Barrier::kOperands);
-    Base::pass_turn();
-  }
+  FA_DEVICE void last() {}
 
  private:
   template <class Edge>
-  FA_DEVICE void block(int m) {
+  FA_DEVICE void block(int i) {
     Score s, dp;
-    Base::template clear_hidden_rows<Edge>(m, at_);
+    Base::template clear_hidden_rows<Edge>(i, at_);
     Base::issue_scores(s, at());
     issue_dp(dp);
     cute::warpgroup_wait<1>();  // S is there
-    Base::template hide_scores<Edge>(s, m);
+    Base::template hide_scores<Edge>(s, i);
     Base::template make_probabilities<0, kColumns>(s, smem_.lse_log2[slot()]);
     cute::warpgroup_wait<0>();  // dP is there
     make_operands<Edge>(s, dp);
     issue_dv();
-    Base::meet(at_);
+    Base::meet();
     if constexpr (kInTurn) {
       // Products in flight across a branch would be serialised.
       cute::warpgroup_wait<0>();  // dV is there
       release_dout();
       if (writer_.makes_dq(at_, warpgroup()))
-        multiply_ds<true>(m);
+        multiply_ds<true>();
       else
-        multiply_ds<false>(m);
+        multiply_ds<false>();
     } else {
-      multiply_ds<true>(m);
+      multiply_ds<true>();
     }
-    Base::note_adds(static_cast<int>(writer_.index(head_q_, m)));
     Base::release(smem_.q_slots, at_);
   }
 
-  // dQ, if made here, and dK of block at_, which is block m of its head.
+  // dQ, if made here, and dK of block at_.
   template <bool kMakesDq>
-  FA_DEVICE void multiply_ds(int m) {
+  FA_DEVICE void multiply_ds() {
     DqAcc dq;
     if constexpr (kMakesDq) Base::issue_dq(dq, at());
     if constexpr (!kInTurn) {
@@ -80,7 +75,7 @@ class BwdStep : public BwdOwnKeys<Row> {
     issue_dk();
     if constexpr (kMakesDq) {
       cute::warpgroup_wait<1>();  // dQ is there
-      add_dq(dq, m);
+      add_dq(dq);
     }
     cute::warpgroup_wait<0>();  // dK is there
     cute::warpgroup_fence_operand(dk_);
@@ -95,13 +90,9 @@ class BwdStep : public BwdOwnKeys<Row> {
     Base::release(smem_.do_slots, at_);
   }
 
-  FA_DEVICE void add_dq(DqAcc& dq, int m) const {
+  FA_DEVICE void add_dq(DqAcc& dq) const {
     cute::warpgroup_fence_operand(dq);
-    if (!writer_.ordered())
-      return writer_.hand_over(dq, warpgroup(), Base::thread() % kWarpgroupThreads);
-    const int64_t tile = writer_.index(head_q_, m);
-    Base::wait_turn(m, tile);
-    writer_.add(dq, writer_.sum(tile), Base::part());
+    writer_.hand_over(dq, warpgroup(), Base::thread() % kWarpgroupThreads);
   }
 
   // dPᵀ of block at_.

@@ -23,24 +23,24 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   FA_DEVICE BwdTallStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
       : Base(smem, args, thread) {}
 
-  FA_DEVICE void first(int m) {
+  FA_DEVICE void first(int i) {
     Base::begin();
     mbarrier_wait(&smem_.v_full, 0);
     Score s, dp;
-    Base::template clear_hidden_rows<Masked>(m, 0);
+    Base::template clear_hidden_rows<Masked>(i, 0);
     issue_dp(dp, 0);
     Base::issue_scores(s, 0);
     cute::warpgroup_wait<0>();
-    Base::template hide_scores<Masked>(s, m);
+    Base::template hide_scores<Masked>(s, i);
     make_probabilities<0, kColumns>(s, 0);
     make_operands<Masked>(s, dp);
-    note_block(m);
+    note_block(i);
   }
 
   template <class Edge>
-  FA_DEVICE void next(int m, Edge) {
-    Base::meet(at_);
-    Base::template clear_hidden_rows<Edge>(m, at_ + 1);
+  FA_DEVICE void next(int i, Edge) {
+    Base::meet();
+    Base::template clear_hidden_rows<Edge>(i, at_ + 1);
     Score s, dp;
     DqAcc dq;
     Base::issue_dq(dq, at_);
@@ -48,10 +48,9 @@ class BwdTallStep : public BwdOwnKeys<Row> {
     issue_dv();
     cute::warpgroup_wait<2>();  // dQ is there
     add_dq(dq);
-    Base::note_adds(tile_);
-    note_block(m);
+    note_block(i);
     cute::warpgroup_wait<1>();  // S is there
-    Base::template hide_scores<Edge>(s, m);
+    Base::template hide_scores<Edge>(s, i);
     make_probabilities<0, kColumns / 2>(s, at_ + 1);
     keep_ahead();
     cute::warpgroup_wait<0>();  // dV is there
@@ -71,7 +70,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   }
 
   FA_DEVICE void last() {
-    Base::meet(at_);
+    Base::meet();
     DqAcc dq;
     Base::issue_dq(dq, at_);
     cute::warpgroup_wait<0>();
@@ -81,10 +80,6 @@ class BwdTallStep : public BwdOwnKeys<Row> {
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dv_);
     cute::warpgroup_fence_operand(dk_);
-    if (!writer_.ordered()) return;
-    Base::note_adds(tile_);
-    sync<T::kComputeThreads>(Barrier::kOperands);
-    Base::pass_turn();
   }
 
  private:
@@ -92,12 +87,14 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   // little over a branch: this barrier's phase has passed.
   FA_DEVICE void keep_ahead() const { mbarrier_wait(&smem_.k_full, 0); }
 
-  // Block m of the head is the one whose dS is stored last.
-  FA_DEVICE void note_block(int m) { m_ = m, tile_ = static_cast<int>(writer_.index(head_q_, m)); }
+  // The block at place i of the walk is the one whose dS is stored last; for adds out of turns,
+  // where the walk is in the order of the rows.
+  FA_DEVICE void note_block(int i) { tile_ = static_cast<int>(writer_.index(head_q_, i)); }
 
   FA_DEVICE void add_dq(DqAcc& dq) const {
     cute::warpgroup_fence_operand(dq);
-    if (writer_.ordered()) Base::wait_turn(m_, tile_);
+    if (writer_.ordered())
+      return writer_.hand_over(dq, Base::warpgroup(), Base::thread() % kWarpgroupThreads);
     writer_.add(dq, writer_.sum(tile_), Base::part());
   }
 
@@ -182,7 +179,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   }
 
   typename T::Operand p_;  // (MMA, 1, MMA_K): 16-bit
-  int m_ = 0, tile_ = 0;   // the block whose dS is stored last; its workspace tile
+  int tile_ = 0;           // workspace tile of the block whose dS is stored last
 };
 
 }  // namespace fa::sm90

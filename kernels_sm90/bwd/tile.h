@@ -3,6 +3,7 @@
 // others read it in shared memory.
 #pragma once
 
+#include "kernels_common/device/query_walk.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_sm90/bwd/config.h"
 
@@ -21,7 +22,7 @@ FA_DEVICE QueryRange uniform(const QueryRange& r) {
 struct BwdTile {
   KeyTileInfo seq;
   Band band;
-  QueryRange range;
+  QueryWalk walk;
   int head_k;
   int keys_lo, keys_hi;  // keys that some row of the sequence sees
   int rows_lo, rows_hi;  // rows that see some key of the sequence
@@ -29,7 +30,7 @@ struct BwdTile {
   int rows_end;          // rows from here on are behind the tensor and arrive as zeros
 
   // Otherwise nobody touches a slot.
-  FA_HOST_DEVICE bool has_work() const { return range.begin < range.end; }
+  FA_HOST_DEVICE bool has_work() const { return walk.range.begin < walk.range.end; }
   // Block m holds rows of Q and dO that are not the problem's.
   FA_HOST_DEVICE bool ragged(int m, int tile_m) const {
     return m * tile_m < rows_lo || ((m + 1) * tile_m > rows_hi && rows_hi < rows_end);
@@ -55,17 +56,18 @@ FA_DEVICE void find_hidden_rows(const SeqArgs& args, BwdTile& tile) {
 template <class Row>
 FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
   using T = BwdTypes<Row>;
-  // In turns, the last keys go first (dq_writer.h).
-  const TileCoord coord = args.work.turns != nullptr ? tile_coord(args.order, index)
-                                                     : key_tile_coord(args.order, index);
+  const bool in_turns = args.work.turns != nullptr;
+  const TileCoord coord =
+      in_turns ? tile_in_turns(args.order, index) : key_tile_coord(args.order, index);
   const int batch = coord.head / args.heads_k;  // packed: 0
   tile.head_k = coord.head - batch * args.heads_k;
   tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kTileN);
   const KeyTileInfo& s = tile.seq;
   tile.band = make_band(args.band, s.q_len, s.k_len);
-  tile.range = s.n_first >= s.k_len
-                   ? QueryRange{0, 0, 0, 0, 0, 0}
-                   : query_range(tile.band, s.n_first, T::kTileN, s.q_len, s.k_len, T::kTileM);
+  const QueryRange range = s.n_first >= s.k_len ? QueryRange{0, 0, 0, 0, 0, 0}
+                                                : query_range(tile.band, s.n_first, T::kTileN,
+                                                              s.q_len, s.k_len, T::kTileM);
+  tile.walk = query_walk(range, in_turns && reversed_walk(args.order, index));
   find_hidden_rows<Row>(args.seq, tile);
 }
 

@@ -34,17 +34,17 @@ class BwdWideStep : public BwdCompute<Row> {
     score_tile_.shift = -score_tile_.shift;
   }
 
-  FA_DEVICE void first(int m) {
+  FA_DEVICE void first(int i) {
     Base::begin();
     mbarrier_wait(&smem_.v_full, 0);
     Score s, dp;
     issue_scores(s, 0);
     issue_dp(dp, 0);
-    make_operands<Masked>(s, dp, m);
+    make_operands<Masked>(s, dp, smem_.tile.walk.block(i));
   }
 
   template <class Edge>
-  FA_DEVICE void next(int m, Edge) {
+  FA_DEVICE void next(int i, Edge) {
     Score s, dp;
     issue_gradients();
     issue_scores(s, at_ + 1);
@@ -56,7 +56,7 @@ class BwdWideStep : public BwdCompute<Row> {
     Base::release(smem_.do_slots, at_);
     if constexpr (T::kComputesReleaseDs) Base::release(smem_.ds_slots, at_);
     ++at_;
-    make_operands<Edge>(s, dp, m);
+    make_operands<Edge>(s, dp, smem_.tile.walk.block(i));
   }
 
   FA_DEVICE void last() {

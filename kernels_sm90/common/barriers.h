@@ -15,7 +15,7 @@ enum class Barrier : int {
   kScrub =
       4,  // V rows overwritten by all consumers, before any of them reads the tile; all consumers
   kSlab = 5,  // + warpgroup (0 .. 2): the warpgroup has read its rows of Q, O may overwrite them;
-              // backward: its turn to add to dQ has come; 128 threads
+              // 128 threads
   kDq = 8,    // backward, shared keys: the dQ warpgroup around its turn; 128 threads
   kOperands = 9,  // backward: P and dS of a block are stored; all compute warpgroups
   kDqEmpty = 10,  // + warpgroup (0, 1): backward, own keys: its part of dQ in shared memory has

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "kernels_common/device/dq_turns.h"
+#include "kernels_common/device/query_walk.h"
 #include "kernels_common/device/seq_info.h"
 #include "kernels_common/device/tile_scheduler.h"
 #include "tests/cpp/check.h"
@@ -143,8 +143,25 @@ void check_key_tile(const BandArgs& m, int q_len, int k_len, int k_first, int ti
     if (!in) continue;
     KeyTileInfo tile{};
     tile.q_len = q_len, tile.k_len = k_len, tile.n_first = k_first;
-    say(key_tiles_behind(band, tile, block, tile_m, tile_n) == keys.end - 1 - k_first / tile_n,
+    say(key_tiles_before(band, tile, block, tile_m, tile_n, false) ==
+            keys.end - 1 - k_first / tile_n,
         "turn of a key tile", block, here());
+    say(key_tiles_before(band, tile, block, tile_m, tile_n, true) == k_first / tile_n - keys.begin,
+        "turn of a key tile, reversed", block, here());
+  }
+  for (const bool reversed : {false, true}) {
+    const QueryWalk walk = query_walk(r, reversed);
+    say(walk.reversed() == reversed && walk.range.begin == r.begin && walk.range.end == r.end,
+        "places of a walk", r.begin, here());
+    for (int place = r.begin; place < r.end; ++place) {
+      const int block = walk.block(place);
+      say(block == (reversed ? r.end - 1 - (place - r.begin) : place), "block at a place", block,
+          here());
+      say((place >= walk.range.full_begin && place < walk.range.full_end) ==
+              (block >= r.full_begin && block < r.full_end),
+          "unmasked places of a walk", block, here());
+    }
+    say(walk.range.full_begin <= walk.range.full_end, "the bounds of a walk", r.begin, here());
   }
   say(r.begin <= r.full_begin && r.full_begin <= r.full_end && r.full_end <= r.end,
       "the bounds are ordered", r.begin, here());

@@ -3,7 +3,7 @@
 #include <string>
 #include <vector>
 
-#include "kernels_common/device/tile_scheduler.h"
+#include "kernels_common/device/query_walk.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fixture.h"
 
@@ -263,11 +263,17 @@ void backward_sections() {
     expect(fast.status == FA_OK && in_turns.status == FA_OK, last_error());
     expect_equal(fast.plan.order.section, e.fast, "heads of a section");
     expect_equal(in_turns.plan.order.section, e.in_turns, "heads of a section in turns");
-    std::vector<int> started(16, e.rows);  // of each head, the lowest key tile so far
-    for (int i = 0; i < in_turns.plan.order.num_tiles; ++i) {
-      const TileCoord c = tile_coord(in_turns.plan.order, i);
-      expect(c.m < started[static_cast<size_t>(c.head)], "the tiles behind started before");
-      started[static_cast<size_t>(c.head)] = c.m;
+    // Of each head, the number of the key tile to start next; in the last section they ascend.
+    const TileOrder& order = in_turns.plan.order;
+    std::vector<int> next(16, -1);
+    for (int i = 0; i < order.num_tiles; ++i) {
+      const bool last = reversed_walk(order, i);
+      const TileCoord c = tile_in_turns(order, i);
+      int& number = next[static_cast<size_t>(c.head)];
+      if (number < 0) number = last ? 0 : order.tiles_m - 1;
+      expect_equal(last, c.head >= (15 / order.section) * order.section, "the last heads");
+      expect_equal(c.m, number, "the tiles that are waited for started before");
+      number += last ? 1 : -1;
     }
   }
   Call one = Call(1, 16384, 16384, 8, 1, 128).h200().backward();
