@@ -9,51 +9,40 @@
 
 namespace fa {
 
-template <class Order>
-FA_DEVICE void load_sum(const float* tile, int row, int col, float scale, float (&to)[8]) {
-  if constexpr (Order::kRun == 1) {
-    Order::load(tile, row, col, to);
-  } else {
-    for (int c = 0; c < 8; c += Order::kRun) {
-      const float* from = tile + Order::offset(row, col + c);
-      if constexpr (Order::kRun == 4) {
-        const float4 four = *reinterpret_cast<const float4*>(from);
-        to[c] = four.x, to[c + 1] = four.y, to[c + 2] = four.z, to[c + 3] = four.w;
-      } else {
-        const float2 two = *reinterpret_cast<const float2*>(from);
-        to[c] = two.x, to[c + 1] = two.y;
-      }
-    }
-  }
-  for (int c = 0; c < 8; ++c) to[c] *= scale;
-}
-
 // dQ of one tile, and zeros in the rows of its slot that take no part.
 template <class Row, class Order>
 FA_DEVICE void convert_tile(const BwdArgs& args, int index, int thread) {
   constexpr KernelConfig kConfig = Row::kConfig;
   constexpr DType kType = kConfig.dtype;
-  constexpr int kTileM = kConfig.tile_m;
-  static_assert(kTileM % 16 == 0, "tile_m must be a multiple of 16");
+  constexpr int kTileM = kConfig.tile_m, kDim = kConfig.head_dim_qk, kGroups = kDim / 32;
+  static_assert(kTileM % 16 == 0 && kDim % 32 == 0, "a warp takes 16 rows and 32 columns");
   const RowTile t = row_tile(args, index, kTileM);
   const SeqInfo& s = t.seq;
-  const float* sum = args.work.dq_sum + t.tile * (kTileM * kConfig.head_dim_qk);
+  const float* sum = args.work.dq_sum + t.tile * (kTileM * kDim);
   const int end = min_of(args.accumulate ? s.q_len : s.q_slot, s.m_first + kTileM);
-  // A warp takes 16 rows and two chunks of eight columns: whole sectors of every order.
-  const int pairs = (args.dim_qk / 8 + 1) / 2;
-  for (int unit = thread / 32; unit < kTileM / 16 * pairs; unit += kBwdRowThreads / 32) {
-    const int slab = unit / pairs, r = slab * 16 + thread % 16, row = s.m_first + r;
-    const int col = (2 * (unit - slab * pairs) + thread % 32 / 16) * 8;
-    if (row >= end || col >= args.dim_qk) continue;
-    char* to = element_at(args.dq, s.q_batch, s.q_begin + row, t.head_q, col, args.dq_fp32 ? 4 : 2);
-    float grad[8] = {};
-    if (row < s.q_len) load_sum<Order>(sum, r, col, args.scale, grad);
-    if (args.accumulate) {
-      float before[8];
-      load_eight<kType>(to, args.dq_fp32, before);
-      for (int c = 0; c < 8; ++c) grad[c] += before[c];
+  const int lane = thread % 32, size = args.dq_fp32 ? 4 : 2;
+  char* out = element_at(args.dq, s.q_batch, s.q_begin + s.m_first, t.head_q, 0, size);
+  const int64_t row_bytes = args.dq.stride_row * size;
+#pragma unroll 1
+  for (int unit = thread / 32; unit < kTileM / 16 * kGroups; unit += kBwdRowThreads / 32) {
+    const int slab = unit / kGroups, group = unit % kGroups;
+    const int col = group * 32 + lane % 4 * 8;
+    float grad[2][8] = {};
+    if (s.m_first + slab * 16 < s.q_len && group * 32 < args.dim_qk)
+      Order::load(sum, slab, group, lane, grad);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = slab * 16 + half * 8 + lane / 4, row = s.m_first + r;
+      if (row >= end || col >= args.dim_qk) continue;
+      char* to = out + r * row_bytes + col * size;
+      for (float& x : grad[half]) x = row < s.q_len ? x * args.scale : 0.f;
+      if (args.accumulate) {
+        float before[8];
+        load_eight<kType>(to, args.dq_fp32, before);
+        for (int c = 0; c < 8; ++c) grad[half][c] += before[c];
+      }
+      store_eight<kType, true>(to, args.dq_fp32, grad[half]);
     }
-    store_eight<kType>(to, args.dq_fp32, grad);
   }
 }
 
@@ -129,7 +118,8 @@ __global__ void __launch_bounds__(kBwdRowThreads)
   const ConvertJobs jobs = convert_jobs(args);
   const int thread = threadIdx.x;
   int block = blockIdx.x;
-  if (block < jobs.tiles) return convert_tile<Row, Order>(args, block, thread);
+  // The tiles that main has added to last come first: their sums may still be in L2.
+  if (block < jobs.tiles) return convert_tile<Row, Order>(args, jobs.tiles - 1 - block, thread);
   block -= jobs.tiles;
   if (block < jobs.sinks) return sum_dsinks(args, block, thread);
   clear_rows(args, block - jobs.sinks, thread);

@@ -43,15 +43,26 @@ FA_DEVICE void load_eight(const char* from, bool fp32, float (&to)[8]) {
   }
 }
 
-template <DType kType>
+// kOnce: no kernel here reads it again, so that it leaves L2 first.
+template <bool kOnce, class Word>
+FA_DEVICE void store_word(Word* to, Word value) {
+  if constexpr (kOnce)
+    __stcs(to, value);
+  else
+    *to = value;
+}
+
+template <DType kType, bool kOnce = false>
 FA_DEVICE void store_eight(char* to, bool fp32, const float (&from)[8]) {
   if (fp32) {
-    *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
-    *reinterpret_cast<float4*>(to + 16) = make_float4(from[4], from[5], from[6], from[7]);
+    float4* four = reinterpret_cast<float4*>(to);
+    store_word<kOnce>(four, make_float4(from[0], from[1], from[2], from[3]));
+    store_word<kOnce>(four + 1, make_float4(from[4], from[5], from[6], from[7]));
   } else {
-    *reinterpret_cast<uint4*>(to) =
+    store_word<kOnce>(
+        reinterpret_cast<uint4*>(to),
         make_uint4(pack_pair<kType>(from[0], from[1]), pack_pair<kType>(from[2], from[3]),
-                   pack_pair<kType>(from[4], from[5]), pack_pair<kType>(from[6], from[7]));
+                   pack_pair<kType>(from[4], from[5]), pack_pair<kType>(from[6], from[7])));
   }
 }
 

@@ -15,7 +15,6 @@ namespace fa::sm80 {
 // consecutive bytes.
 template <int kDim>
 struct DqOrder {
-  static constexpr int kRun = 1;      // see dq_order.h
   static constexpr int kBlock = 128;  // floats
   FA_HOST_DEVICE static constexpr int block(int row16, int column8) {
     return (row16 * (kDim / 8) + column8) * kBlock;
@@ -26,11 +25,14 @@ struct DqOrder {
            column % 8 / 2;
   }
   // Every second column lies together.
-  FA_DEVICE static void load(const float* tile, int row, int column, float (&to)[8]) {
+  FA_DEVICE static void load(const float* tile, int slab, int group, int lane, float (&to)[2][8]) {
+    const float* from = tile + block(slab, 4 * group + lane % 4) + lane / 4 * 4;
     CUTE_UNROLL
-    for (int odd = 0; odd < 2; ++odd) {
-      const float4 four = *reinterpret_cast<const float4*>(tile + offset(row, column + odd));
-      to[odd] = four.x, to[2 + odd] = four.y, to[4 + odd] = four.z, to[6 + odd] = four.w;
+    for (int i = 0; i < 4; ++i) {  // row half, odd columns
+      const float4 four = load_once(from + i * 32);
+      float (&row)[8] = to[i / 2];
+      row[i % 2] = four.x, row[2 + i % 2] = four.y, row[4 + i % 2] = four.z,
+              row[6 + i % 2] = four.w;
     }
   }
 };

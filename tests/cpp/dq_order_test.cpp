@@ -42,11 +42,16 @@ void check_order(int tile_m, int dim, int columns, At at) {
         ++seen[static_cast<size_t>(put)];
       }
   expect(std::ranges::count(seen, 1) == tile_m * dim, "every place holds one element");
-  for (int row = 0; row < tile_m; ++row)
-    for (int col = 0; col < dim; col += Order::kRun)
-      for (int c = 1; c < Order::kRun; ++c)
-        expect(Order::offset(row, col + c) == Order::offset(row, col) + c,
-               "columns of a run lie together");
+  // What convert reads: float lane * 4 + i of a block of 16 rows and 8 columns.
+  for (int row = 0; row < tile_m; row += 16)
+    for (int col = 0; col < dim; col += 8)
+      for (int thread = 0; thread < 32; ++thread)
+        for (int i = 0; i < 4; ++i) {
+          const Place p = accumulator(thread, i);
+          const int block = Order::offset(row, col);
+          expect(Order::offset(row + p.row, col + p.col) == block + thread * 4 + i, here(),
+                 "a lane's four values of the block at row %d, column %d lie together", row, col);
+        }
 }
 
 // The values of each warp after each other, 128 of them of one reduce.

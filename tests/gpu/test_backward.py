@@ -12,12 +12,13 @@ import gradients
 import harness
 import pytest
 import torch
-from harness import DEVICE, randn
+from harness import DEVICE, ON_CPU, randn
+from torch import Tensor
 
 import fa
 import libfa
 from cases import Case, hand_picked, sweep
-from compare import assert_bitwise, assert_bitwise_result, assert_result
+from compare import Result, assert_bitwise, assert_bitwise_result, assert_result
 
 SWEEP_SEED = 20261201
 SWEEP_COUNT = 120
@@ -302,6 +303,48 @@ def test_refused_calls_touch_no_gradient(backend: str) -> None:
             with pytest.raises(ValueError, match=text.split(":")[0]):
                 torch.ops.fa.backward_out(*good, **options)
     assert all((t == 3).all() for t in held.values())
+
+
+# ---- many heads ----------------------------------------------------------------------------------
+
+# More than are walked together, each batch entry fewer (plan_backward.cpp); fewer on the CPU.
+MANY_HEADS = [
+    Case(batch=9, heads_q=8, q=1000, k=1000, dim=128, causal=True),
+    Case(batch=9, heads_q=8, heads_k=2, q=900, k=500, dim=128, causal=True),
+    Case(batch=9, heads_q=16, heads_k=4, q=1100, k=1100, dim=64, window=(300, 0)),
+    Case(batch=9, heads_q=4, q=1000, k=1300, dim=256, causal=True),
+    Case(batch=9, heads_q=8, q=1000, k=1000, dim=96, dtype="fp16"),
+    Case(batch=9, heads_q=8, heads_k=4, q=700, k=700, dim=128, softcap=20.0, causal=True),
+]
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("case", MANY_HEADS, ids=lambda case: case.id)
+def test_many_heads(case: Case, backend: str) -> None:
+    """Each batch entry gets the bits that it gets alone, whatever free memory held before."""
+    if ON_CPU:
+        case = replace(case, batch=2, q=70, k=50)
+    elif not gradients.covered(case, backend):
+        pytest.skip(f"{backend} has no backward row for {case.id}")
+    inputs = case.make(DEVICE)
+    tensors = [inputs.dout, inputs.q, inputs.k, inputs.v, *gradients.forward(inputs)]
+    options = gradients.backward_options(inputs, {})
+
+    def backward(parts: list[Tensor], deterministic: bool = True) -> Result:
+        harness.fill_free_memory()
+        with fa.backend(backend), torch.no_grad():
+            grads = torch.ops.fa.backward(*parts, **options, deterministic=deterministic)
+        return Result(parts[4], parts[5], *grads[:3])
+
+    whole, again = backward(tensors), backward(tensors)
+    alone = [backward([t[i : i + 1] for t in tensors]) for i in range(case.batch)]
+    fast = backward(tensors, deterministic=False)
+    for name in gradients.GRADIENTS:
+        want = torch.cat([getattr(one, name) for one in alone])
+        assert_bitwise(name, getattr(whole, name), want)
+        assert_bitwise(f"{name} again", getattr(again, name), want)
+        error = (getattr(fast, name).float() - want.float()).abs().max()
+        assert error <= 0.02 * want.float().abs().max(), f"{name}, not in order: off by {error}"
 
 
 # ---- dropout -------------------------------------------------------------------------------------
