@@ -132,25 +132,29 @@ class DqWriter {
   }
   FA_DEVICE bool ordered() const { return args_.work.turns != nullptr; }
 
-  // In turns, where keys are shared: one thread, not the one that loads, waits for the turn; all
-  // may add behind the next meet(), and once all have, the same thread passes it.
+  // In turns, where keys are shared. After all adds of block (head_q, m) have been issued; looks
+  // already for the turn of the next block.
+  FA_DEVICE void pass_turn(int head_q, int m, int next_head_q, int next_m) {
+    sync<kWarpgroupThreads>(Barrier::kDq);
+    if (thread() == 0) seen_ = count_one_and_look(counter(head_q, m), counter(next_head_q, next_m));
+    __syncwarp();
+  }
+  FA_DEVICE void pass_last_turn(int head_q, int m) const {
+    sync<kWarpgroupThreads>(Barrier::kDq);
+    if (thread() == 0) count_one(counter(head_q, m));
+  }
   FA_DEVICE void wait_turn(int head_q, int m) const {
-    const BwdTile& t = smem_.tile;
-    if (thread() == kTurnThread)
-      wait_for_count(counter(head_q, m),
-                     key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed()));
-    __syncwarp();
+    if (thread() == 0) {
+      const BwdTile& t = smem_.tile;
+      const int before =
+          key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed());
+      if (seen_ != before) wait_for_count(counter(head_q, m), before);
+    }
+    sync<kWarpgroupThreads>(Barrier::kDq);
   }
-  FA_DEVICE void pass_turn(int head_q, int m) const {
-    meet();
-    if (thread() == kTurnThread) count_one(counter(head_q, m));
-    __syncwarp();
-  }
-  FA_DEVICE void meet() const { sync<kWarpgroupThreads>(Barrier::kDq); }
 
  private:
   static constexpr int kChunks = kWarpFloats / 128;
-  static constexpr int kTurnThread = 32;
 
   // In turns: of the part of workspace tile `tile` that this warp adds.
   FA_DEVICE int32_t* part_turn(int tile) const {
@@ -177,6 +181,7 @@ class DqWriter {
 
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
+  int seen_ = -1;  // turns of the next block that are over, if looked at
 };
 
 // Where the keys are shared: dQ for every block, by one warpgroup. Its first lane also refills the
@@ -193,25 +198,34 @@ class DqStep {
     mbarrier_wait(&smem.k_full, 0);
   }
 
-  // The block at place i of the walk.
-  FA_DEVICE void next(int head_q, int i) {
-    const int m = smem_.tile.walk.block(i);
-    if (writer_.ordered()) writer_.wait_turn(head_q, m);  // while dS is still made
+  // The block at place i of the walk. `first`: no block came before it.
+  FA_DEVICE void next(int head_q, int i, bool first) {
+    const QueryWalk& walk = smem_.tile.walk;
+    if (writer_.ordered() && !first) {  // while dS is still made
+      const bool begins = i == walk.range.begin;
+      writer_.pass_turn(begins ? head_q - 1 : head_q,
+                        walk.block(begins ? walk.range.end - 1 : i - 1), head_q, walk.block(i));
+    }
     const int slot = at_.slot();
     mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
-    float* sum = writer_.sum(writer_.index(head_q, m));
     if constexpr (T::kTwoParts)
-      add_overlapped(sum, slot);
+      add_overlapped(head_q, walk.block(i), slot);
     else
-      add_parts(sum, slot);
-    if (writer_.ordered()) writer_.pass_turn(head_q, m);
+      add_parts(head_q, walk.block(i), slot);
     at_.advance();
     if (writer_.thread() == 0) loader_.next();
     __syncwarp();
   }
 
+  // `head_q`: the last one.
+  FA_DEVICE void finish(int head_q) const {
+    const QueryWalk& walk = smem_.tile.walk;
+    if (writer_.ordered()) writer_.pass_last_turn(head_q, walk.block(walk.range.end - 1));
+  }
+
  private:
-  FA_DEVICE void add_parts(float* sum, int slot) {
+  FA_DEVICE void add_parts(int head_q, int m, int slot) {
+    float* sum = writer_.sum(writer_.index(head_q, m));
     // Unrolled, ptxas would move the products of one part before the reduces of another.
 #pragma unroll 1
     for (int part = 0; part < T::kDqParts; ++part) {
@@ -221,19 +235,20 @@ class DqStep {
       cute::warpgroup_fence_operand(dq);
       if (part == T::kDqParts - 1 && writer_.thread() % 32 == 0)
         mbarrier_arrive(&smem_.ds_slots.empty[slot]);
-      if (part == 0 && writer_.ordered()) writer_.meet();
+      if (part == 0 && writer_.ordered()) writer_.wait_turn(head_q, m);
       writer_.add(dq, sum, part);
     }
   }
 
   // The product of a part runs beside the reduces of the one before.
-  FA_DEVICE void add_overlapped(float* sum, int slot) {
+  FA_DEVICE void add_overlapped(int head_q, int m, int slot) {
     typename T::DqAcc dq[2];
     multiply(dq[0], slot, 0);
     if (writer_.ordered()) {
       cute::warpgroup_wait<0>();
-      writer_.meet();
+      writer_.wait_turn(head_q, m);
     }
+    float* sum = writer_.sum(writer_.index(head_q, m));
     CUTE_UNROLL
     for (int part = 0; part < T::kDqParts; ++part) {
       if (part + 1 < T::kDqParts) {

@@ -89,7 +89,9 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
 #pragma unroll 1
       for (int g = 0; g < group; ++g)
 #pragma unroll 1
-        for (int i = range.begin; i < range.end; ++i) step.next(tile.head_k * group + g, i);
+        for (int i = range.begin; i < range.end; ++i)
+          step.next(tile.head_k * group + g, i, g == 0 && i == range.begin);
+      step.finish((tile.head_k + 1) * group - 1);
     } else if (threadIdx.x == 0) {
       loader.begin();
       loader.finish();
