@@ -20,10 +20,10 @@ template <DType kType>
 struct RowChunk {
   uint4 out{}, dout{};
 
-  // O is not needed again; dO is what main reads first.
+  // Neither is read again soon enough to keep it in L2.
   FA_DEVICE void load(const char* out_row, const char* dout_row) {
     out = __ldcs(reinterpret_cast<const uint4*>(out_row));
-    dout = *reinterpret_cast<const uint4*>(dout_row);
+    dout = __ldcs(reinterpret_cast<const uint4*>(dout_row));
   }
   FA_DEVICE float dot() const {
     const uint32_t a[] = {out.x, out.y, out.z, out.w}, b[] = {dout.x, dout.y, dout.z, dout.w};
@@ -138,6 +138,12 @@ FA_DEVICE void multiply_rows(const BwdArgs& args, const RowTile& t, int thread, 
   }
 }
 
+// Whether the sums of row tile `tile` are not left to main.
+FA_DEVICE bool clears(const BwdArgs& args, int64_t tile) {
+  return args.work.cleared == nullptr ||
+         tile < int64_t(args.order.section) * args.group * args.rows.tiles_m;
+}
+
 // Sums of a tile, if anybody adds to or reads them.
 template <int kFloats>
 FA_DEVICE void clear_sums(const BwdArgs& args, const RowTile& t, int thread) {
@@ -161,7 +167,10 @@ __global__ void __launch_bounds__(kBwdRowThreads)
   const int thread = threadIdx.x;
   let_next_kernel_begin();
   const RowTile t = row_tile(args, args.rows.num_tiles - 1 - static_cast<int>(blockIdx.x), kTileM);
-  clear_sums<kTileM * kConfig.head_dim_qk>(args, t, thread);
+  if (clears(args, t.tile)) clear_sums<kTileM * kConfig.head_dim_qk>(args, t, thread);
+  if (t.tile == 0 && args.work.cleared != nullptr)
+    for (int i = thread; i * args.order.section < args.order.heads; i += kBwdRowThreads)
+      args.work.cleared[i] = 0;
   const bool has_row = thread < kTileM;
   const RowStatistics row =
       has_row ? load_statistics(args, t, t.seq.m_first + thread) : RowStatistics{};

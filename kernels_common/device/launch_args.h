@@ -125,11 +125,14 @@ struct BwdWorkspace {
   float* lse_log2;  // [tile, tile_m]: LSE * log2(e); +inf where no key is seen or the row is none
                     // of the sequence's, so that exp2(score - lse_log2) is 0
   float* delta;     // [tile, tile_m]: rowsum(dO * O) - dlse; 0 for those rows
-  float* dq_sum;   // [tile, tile_m * head_dim_qk of the table row], zeroed; the order inside a tile
-                   // is the kernel's DqOrder. Unscaled: convert multiplies by the softmax scale
-  int32_t* turns;  // [tile], zeroed: key tiles that have added to a dQ tile; null if not
-                   // deterministic
-  float* dsinks;   // [tile]: a tile's part of its head's dsinks; null: not wanted
+  float* dq_sum;  // [tile, tile_m * head_dim_qk of the table row], zeroed; the order inside a tile
+                  // is the kernel's DqOrder. Unscaled: convert multiplies by the softmax scale
+  int32_t* cleared;  // [section of BwdArgs::order], zeroed: key tiles of the section before that
+                     // have cleared their share of its sums; null: prepare clears all sums, else
+                     // those of section 0
+  int32_t* turns;    // [tile], zeroed: key tiles that have added to a dQ tile; null if not
+                     // deterministic
+  float* dsinks;     // [tile]: a tile's part of its head's dsinks; null: not wanted
 };
 
 struct BwdArgs {

@@ -11,16 +11,17 @@ namespace fa {
 
 // Byte offsets into the workspace of a backward; each a multiple of 256.
 struct BackwardWorkspace {
-  size_t lse_log2, delta, dq_sum, turns, dsinks, dout;
+  size_t lse_log2, delta, dq_sum, cleared, turns, dsinks, dout;
 };
 
 struct Plan {
   const KernelEntry* main;
-  int num_splits;   // 1: the keys are not split
-  int grid;         // thread blocks; 0: nothing to write, nothing is launched
-  bool counted;     // blocks take tiles from a counter in the workspace, else in rounds
-  TileOrder order;  // of the main kernel: query tiles, in a backward key tiles
-  TileOrder rows;   // backward: query tiles
+  int num_splits;        // 1: the keys are not split
+  int grid;              // thread blocks; 0: nothing to write, nothing is launched
+  bool counted;          // blocks take tiles from a counter in the workspace, else in rounds
+  TileOrder order;       // of the main kernel: query tiles, in a backward key tiles
+  TileOrder rows;        // backward: query tiles
+  int cleared_sections;  // backward: of BwdWorkspace::cleared; 0: prepare clears all sums
   BackwardWorkspace work;
   size_t workspace_bytes;
 };

@@ -19,14 +19,27 @@ constexpr int64_t kInt32Max = std::numeric_limits<int32_t>::max();
 // they save (causal, 16384 tokens, 16 heads, H200, 2026-11-30: 2 heads 392 TFLOP/s, 4 359, 16 308).
 constexpr int64_t kOrderedHeads = 2;
 
+// Whether the key tiles of a section of heads clear the dQ sums of the next one (clear_sums.h). The
+// sums of a section lie together then: query and key heads are numbered alike.
+bool clears_ahead(const KernelEntry& row, const Problem& p) {
+  return row.config.arch == 90 && !p.deterministic && p.packed_q() == p.packed_k();
+}
+
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
-// passes over them.
+// passes over them, and the zeros of the next ones' sums, where these are cleared meanwhile.
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int heads) {
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
-  const int64_t bytes =
-      rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + 4 * row.config.head_dim_qk);
+  const int64_t sums = 4 * row.config.head_dim_qk * (clears_ahead(row, p) ? 2 : 1);
+  const int64_t bytes = rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + sums);
   const int64_t least = p.deterministic && row.config.arch == 90 ? kOrderedHeads : 1;
   return static_cast<int>(std::min<int64_t>(std::max(section_bytes(device) / bytes, least), heads));
+}
+
+// Sections of heads, if the main kernel clears the sums of all but the first; else 0.
+int cleared_sections(const KernelEntry& row, const Problem& p, const TileOrder& order) {
+  if (!clears_ahead(row, p) || p.empty() || order.num_tiles == 0) return 0;
+  const int sections = (order.heads + order.section - 1) / order.section;
+  return sections > 1 ? sections : 0;
 }
 
 // Hands out the workspace in multiples of 256 bytes.
@@ -64,6 +77,7 @@ void plan_workspace(const Problem& p, Plan* plan) {
   w.dq_sum = offsets.take(rows * row.head_dim_qk * 4);
   w.lse_log2 = offsets.take(rows * 4);
   w.delta = offsets.take(rows * 4);
+  w.cleared = offsets.take(int64_t{plan->cleared_sections} * 4);
   w.turns = offsets.take(p.deterministic ? tiles * row.dq_turns * 4 : 0);
   w.dsinks = offsets.take(p.grad.dsinks != nullptr ? tiles * 4 : 0);
   w.dout = offsets.take(p.grad.dout_dtype == DType::kFp32 ? rounded_dout(p).bytes : 0);
@@ -100,6 +114,7 @@ fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) 
   plan->grid = p.reserve_sms == 0
                    ? num_keys
                    : std::min(num_keys, device.sm_count * blocks_per_sm(row, device));
+  plan->cleared_sections = cleared_sections(row, p, plan->order);
   plan_workspace(p, plan);
   return FA_OK;
 }
@@ -138,6 +153,8 @@ LaunchArgs bind_backward(const Plan& plan, const Problem& p, void* workspace) {
       .lse_log2 = floats(plan.work.lse_log2),
       .delta = floats(plan.work.delta),
       .dq_sum = floats(plan.work.dq_sum),
+      .cleared = plan.cleared_sections > 0 ? reinterpret_cast<int32_t*>(base + plan.work.cleared)
+                                           : nullptr,
       .turns = p.deterministic ? reinterpret_cast<int32_t*>(base + plan.work.turns) : nullptr,
       .dsinks = p.grad.dsinks ? floats(plan.work.dsinks) : nullptr};
   b.heads_q = p.heads_q;

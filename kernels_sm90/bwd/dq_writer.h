@@ -88,6 +88,8 @@ class DqWriter {
   FA_DEVICE void add_all(int group) const {
     constexpr bool kInTurn = T::kDqParts == 1;
     const BwdTile& t = smem_.tile;
+    mbarrier_wait(&smem_.sums_clear, 0);
+    fence_async_global();
     int at = 0, tile = -1;  // of the workspace, whose part is added
 #pragma unroll 1
     for (int head = t.head_k * group; head != (t.head_k + 1) * group; ++head) {

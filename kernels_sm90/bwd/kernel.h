@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/grid_order.h"
+#include "kernels_sm90/bwd/clear_sums.h"
 #include "kernels_sm90/bwd/dq_writer.h"
 #include "kernels_sm90/bwd/epilogue.h"
 #include "kernels_sm90/bwd/producer.h"
@@ -32,6 +33,7 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
     }
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
+    mbarrier_init(&smem.sums_clear, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     fence_async_shared();
     bwd_tile<Row>(args, blockIdx.x, smem.tile);
@@ -65,6 +67,27 @@ FA_DEVICE void accumulate_tile(Step& step, const QueryRange& of_tile, int head_q
   step.last();
 }
 
+// Warp 3, own keys: sums of this section and of the next one. The stores come behind the first
+// loads, which everybody waits for.
+template <class Row>
+FA_DEVICE void clear_sums(const BwdArgs& args, BwdSmem<Row>& smem) {
+  const int lane = threadIdx.x % 32;
+  if (lane == 0) {
+    wait_for_clear(args, blockIdx.x);
+    mbarrier_arrive(&smem.sums_clear);
+  }
+  __syncwarp();
+  if (smem.tile.has_work()) mbarrier_wait(&smem.v_full, 0);
+  clear_share<Row, 32>(args, blockIdx.x, lane, [] { __syncwarp(); });
+}
+
+// The same of the warpgroup that makes dQ, where keys are shared.
+template <class Row>
+FA_DEVICE void clear_shared_sums(const BwdArgs& args) {
+  clear_share<Row, kWarpgroupThreads>(args, blockIdx.x, threadIdx.x,
+                                      [] { sync<kWarpgroupThreads>(Barrier::kDq); });
+}
+
 template <class Row>
 __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     fa_bwd(const __grid_constant__ BwdParams<Row> params) {
@@ -81,10 +104,16 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
   const int warpgroup = uniform(threadIdx.x / kWarpgroupThreads);
   if (warpgroup < kFirstCompute) {
     shrink_registers<T::kFirstRegisters>();
-    if (!tile.has_work()) return;
+    if (!T::kShareKeys && threadIdx.x / 32 == 3) return clear_sums<Row>(params.args, smem);
+    if (!tile.has_work()) {
+      if (T::kShareKeys) clear_shared_sums<Row>(params.args);
+      return;
+    }
     BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, params.args, smem);
     if constexpr (T::kShareKeys) {
       DqStep<Row> step(smem, params.args, loader);
+      clear_shared_sums<Row>(params.args);
+      wait_for_clear(params.args, blockIdx.x);
       const QueryRange range = uniform(tile.walk.range);
 #pragma unroll 1
       for (int g = 0; g < group; ++g)

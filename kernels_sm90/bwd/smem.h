@@ -28,6 +28,7 @@ struct BwdSmem {
   SlotBarriers<T::kDoSlots> do_slots;                // readers: compute warps
   SlotBarriers<T::kDsSlots> ds_slots;  // shared keys: written by compute warps, read by dQ's
   uint64_t k_full, v_full;
+  uint64_t sums_clear;           // own keys: the sums of the section are zero
   int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile
   BwdTile tile;
 };

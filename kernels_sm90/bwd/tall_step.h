@@ -35,6 +35,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
     make_probabilities<0, kColumns>(s, 0);
     make_operands<Masked>(s, dp);
     note_block(i);
+    mbarrier_wait(&smem_.sums_clear, 0);  // adds come from now on
   }
 
   template <class Edge>

@@ -254,8 +254,9 @@ void backward_sections() {
   struct Expected {
     int rows, fast, in_turns;
   };
-  // 16 heads of 128: Q, dO and the dQ sums of a head take 1 KiB a row, a section at most 24 MiB.
-  for (const Expected e : {Expected{1024, 16, 16}, {4096, 6, 6}, {8192, 3, 3}, {16384, 1, 2}}) {
+  // 16 heads of 128: Q, dO and the dQ sums of a head take 1 KiB a row, a section at most 24 MiB. If
+  // not in turns, the zeros of the next section are among them.
+  for (const Expected e : {Expected{1024, 16, 16}, {4096, 4, 6}, {8192, 2, 3}, {16384, 1, 2}}) {
     Call call = Call(1, e.rows, e.rows, 16, 16, 128).causal().h200().backward();
     const Planned fast = plan_backward_call(call);
     call.params.options.deterministic = 1;
@@ -263,6 +264,10 @@ void backward_sections() {
     expect(fast.status == FA_OK && in_turns.status == FA_OK, last_error());
     expect_equal(fast.plan.order.section, e.fast, "heads of a section");
     expect_equal(in_turns.plan.order.section, e.in_turns, "heads of a section in turns");
+    const int sections = (16 + e.fast - 1) / e.fast;
+    expect_equal(fast.plan.cleared_sections, sections > 1 ? sections : 0,
+                 "main clears the sums of all sections but the first, where there are more");
+    expect_equal(in_turns.plan.cleared_sections, 0, "prepare clears all, in turns");
     // Of each head, the number of the key tile to start next; in the last section they ascend.
     const TileOrder& order = in_turns.plan.order;
     std::vector<int> next(16, -1);
@@ -276,6 +281,16 @@ void backward_sections() {
       number += last ? 1 : -1;
     }
   }
+  char memory[1];
+  Planned p = plan_backward_call(Call(1, 16384, 16384, 16, 16, 128).h200().backward());
+  const BwdArgs args = bind_backward(p.plan, p.problem, memory).bwd;
+  expect_equal(reinterpret_cast<char*>(args.work.cleared) - memory,
+               reinterpret_cast<char*>(args.work.delta) - memory + 16 * 16384 * 4,
+               "counters of the sections behind the statistics");
+  p = plan_backward_call(Call(1, 16384, 16384, 16, 16, 128).h200(80).backward());
+  expect(p.plan.cleared_sections == 0 &&
+             bind_backward(p.plan, p.problem, memory).bwd.work.cleared == nullptr,
+         "prepare clears the sums of an Ampere row");
   Call one = Call(1, 16384, 16384, 8, 1, 128).h200().backward();
   one.params.options.deterministic = 1;
   expect_equal(plan_backward_call(one).plan.order.section, 1, "no more than there are");
