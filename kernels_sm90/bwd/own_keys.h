@@ -70,15 +70,31 @@ class BwdOwnKeys : public BwdCompute<Row> {
     if constexpr (Edge::kMasked) Base::hide(view, block(i) * T::kTileM + acc_first_col(lane()));
   }
 
-  // P = 2^(score · scale_log2 − LSE), in place of the scores, view columns [kBegin, kEnd). `lse`:
-  // of the block. That of a row that is not the sequence's is +inf.
+  // Statistics of a thread's rows in registers; [c] as of statistics().
+  struct HeldStatistics {
+    float4 of[kColumns / 4];
+    FA_DEVICE const float4& operator[](int c) const { return of[c / 4]; }
+  };
+  // Those of view columns [kBegin, kEnd). `from`: of the block.
   template <int kBegin, int kEnd>
-  FA_DEVICE void make_probabilities(Score& s, const float* lse) const {
+  FA_DEVICE void hold(HeldStatistics& held, const float* from) const {
+    const float4* of_row = Base::statistics(from);
+    CUTE_UNROLL
+    for (int c = kBegin; c < kEnd; c += 4) held.of[c / 4] = of_row[c];
+  }
+
+  // ptxas would move exponentials behind the wait for products that run beside them. It moves
+  // little over a branch: this barrier's phase has passed.
+  FA_DEVICE void keep_ahead() const { mbarrier_wait(&smem_.k_full, 0); }
+
+  // P = 2^(score · scale_log2 − LSE), in place of the scores, view columns [kBegin, kEnd). `lse`:
+  // [c] as of statistics(). That of a row that is not the sequence's is +inf.
+  template <int kBegin, int kEnd, class Statistics>
+  FA_DEVICE void make_probabilities(Score& s, const Statistics& lse) const {
     auto view = acc_view(s);  // (2 keys, kColumns rows)
-    const float4* of_row = Base::statistics(lse);
     CUTE_UNROLL
     for (int c = kBegin; c < kEnd; c += 4) {
-      const float4 l = of_row[c];
+      const float4 l = lse[c];
       CUTE_UNROLL
       for (int r = 0; r < 2; ++r) {
         view(r, c) = exp2_approx(view(r, c) * scale_log2_ - l.x);

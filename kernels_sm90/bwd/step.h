@@ -15,7 +15,7 @@ class BwdStep : public BwdOwnKeys<Row> {
   using Base = BwdOwnKeys<Row>;
   using Base::at_, Base::dk_, Base::dv_, Base::smem_, Base::writer_;
   using Base::lane, Base::warpgroup, Base::kColumns, Base::kInTurn;
-  using typename Base::Score, typename Base::DqAcc;
+  using typename Base::Score, typename Base::DqAcc, typename Base::HeldStatistics;
 
  public:
   FA_DEVICE BwdStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
@@ -40,14 +40,21 @@ class BwdStep : public BwdOwnKeys<Row> {
   FA_DEVICE void block(int i) {
     Score s, dp;
     Base::template clear_hidden_rows<Edge>(i, at_);
+    HeldStatistics lse, delta;
     Base::issue_scores(s, at());
+    Base::template hold<0, kColumns>(lse, smem_.lse_log2[slot()]);
     issue_dp(dp);
     cute::warpgroup_wait<1>();  // S is there
     Base::template hide_scores<Edge>(s, i);
-    Base::template make_probabilities<0, kColumns>(s, smem_.lse_log2[slot()]);
+    Base::template make_probabilities<0, kColumns / 2>(s, lse);
+    Base::keep_ahead();
+    Base::template make_probabilities<kColumns / 2, kColumns>(s, lse);
+    Base::template hold<0, kColumns / 2>(delta, smem_.delta[slot()]);
     cute::warpgroup_wait<0>();  // dP is there
-    make_operands<Edge>(s, dp);
+    Base::template hold<kColumns / 2, kColumns>(delta, smem_.delta[slot()]);
+    make_operands<Edge>(s, dp, delta);
     issue_dv();
+    fence_async_shared();  // dS, for dQ
     Base::meet();
     if constexpr (kInTurn) {
       // Products in flight across a branch would be serialised.
@@ -115,12 +122,10 @@ class BwdStep : public BwdOwnKeys<Row> {
   // P and dS = P · (dP − delta), 16-bit, of block at_; dS is 0 where P was masked, whatever dP is
   // there. Who reads this slot of dS for the block before last has met here since.
   template <class Edge>
-  FA_DEVICE void make_operands(const Score& p, Score& dp) {
-    const float4* delta = Base::statistics(smem_.delta[slot()]);
+  FA_DEVICE void make_operands(const Score& p, Score& dp, const HeldStatistics& delta) {
     cute::warpgroup_fence_operand(dp);
     CUTE_UNROLL
     for (int i = 0; i < T::kTileM / 16; ++i) make_operands_of<Edge>(p, dp, delta[4 * i], i);
-    fence_async_shared();
   }
 
   // Of 16 rows. dS also goes to shared memory for dQ, a row's keys one after the other, 64 of a

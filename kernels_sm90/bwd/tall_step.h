@@ -53,7 +53,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
     cute::warpgroup_wait<1>();  // S is there
     Base::template hide_scores<Edge>(s, i);
     make_probabilities<0, kColumns / 2>(s, at_ + 1);
-    keep_ahead();
+    Base::keep_ahead();
     cute::warpgroup_wait<0>();  // dV is there
     cute::warpgroup_fence_operand(s);
     issue_dp(dp, at_ + 1);
@@ -84,10 +84,6 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   }
 
  private:
-  // ptxas would move the exponentials behind the wait for products that run beside them. It moves
-  // little over a branch: this barrier's phase has passed.
-  FA_DEVICE void keep_ahead() const { mbarrier_wait(&smem_.k_full, 0); }
-
   // The block at place i of the walk is the one whose dS is stored last; for adds out of turns,
   // where the walk is in the order of the rows.
   FA_DEVICE void note_block(int i) { tile_ = static_cast<int>(writer_.index(head_q_, i)); }
@@ -102,7 +98,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   template <int kBegin, int kEnd>
   FA_DEVICE void make_probabilities(Score& s, uint32_t at) const {
     Base::template make_probabilities<kBegin, kEnd>(
-        s, smem_.lse_log2[Base::template slot<T::kSlots>(at)]);
+        s, Base::statistics(smem_.lse_log2[Base::template slot<T::kSlots>(at)]));
   }
 
   // What the products subtract dP from. Each value straight into its register, twice: it belongs to
