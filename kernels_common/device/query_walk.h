@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// In which order does a key tile come to its query blocks, and how many key tiles add to a block
-// before it where the order is fixed? Pure; host and device.
+// In which order do key tiles start and come to their query blocks, and how many add to a block
+// before one does where the order is fixed? Pure; host and device.
 #pragma once
 
 #include "kernels_common/device/dq_turns.h"
@@ -8,16 +8,17 @@
 
 namespace fa {
 
-// In turns (dq_turns.h) key tiles start and add in descending order and walk from the first row on.
-// Under a causal mask nobody waits, but the longest tiles start last, and a call would end with few
-// of them. So the last section of heads goes the other way round: key tiles start and add in
-// ascending order, the longest first, and walk from the last row on, which they all see; each is as
-// far behind the one before it as an addition takes.
-FA_HOST_DEVICE constexpr bool reversed_walk(const TileOrder& order, int index) {
+// Key tiles start in descending order. In turns (dq_turns.h) they add in that order too and walk
+// from the first row on: under a causal mask nobody waits. But the longest tiles start last, and a
+// call would end with few of them. So the last section of heads goes the other way round: key tiles
+// start in ascending order, the longest first, and in turns they walk from the last row on, which
+// all see; each is as far behind the one before it as an addition takes. (Ascending in every
+// section, a call would end with the long tiles of a last section of few heads.)
+FA_HOST_DEVICE constexpr bool in_last_section(const TileOrder& order, int index) {
   return (index / (order.tiles_m * order.section) + 1) * order.section >= order.heads;
 }
-FA_HOST_DEVICE constexpr TileCoord tile_in_turns(const TileOrder& order, int index) {
-  return reversed_walk(order, index) ? key_tile_coord(order, index) : tile_coord(order, index);
+FA_HOST_DEVICE constexpr TileCoord walking_tile_coord(const TileOrder& order, int index) {
+  return in_last_section(order, index) ? key_tile_coord(order, index) : tile_coord(order, index);
 }
 
 // The bounds of `range` are places of the walk: the numbers of the blocks, counted from the other

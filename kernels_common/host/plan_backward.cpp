@@ -184,20 +184,22 @@ LaunchArgs bind_backward(const Plan& plan, const Problem& p, void* workspace) {
 
 std::string describe_backward(const Plan& plan, const Problem& p) {
   const KernelConfig& row = plan.main->config;
+  const char* first = row.arch == 90    ? "last keys first, in the last section first keys,"
+                      : p.deterministic ? "last keys first,"
+                                        : "first keys first,";
   char text[512];
   std::snprintf(
       text, sizeof(text),
       "tiles      %d x %d, %d key tiles x %d heads = %d; %d row tiles x %d heads = %d\n"
       "grid       %d blocks, %s\n"
-      "tile order %s keys first, sections of %d heads\n"
+      "tile order %s sections of %d heads\n"
       "dQ sums    %s\n"
       "workspace  %zu bytes, of which dQ sums in fp32 %zu\n",
       row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
       plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid,
-      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile",
-      p.deterministic ? "last" : "first", plan.order.section,
-      p.deterministic ? "descending (deterministic)" : "as the blocks come", plan.workspace_bytes,
-      plan.work.lse_log2 - plan.work.dq_sum);
+      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile", first,
+      plan.order.section, p.deterministic ? "descending (deterministic)" : "as the blocks come",
+      plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
   return text;
 }
 

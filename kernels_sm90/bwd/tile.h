@@ -56,9 +56,7 @@ FA_DEVICE void find_hidden_rows(const SeqArgs& args, BwdTile& tile) {
 template <class Row>
 FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
   using T = BwdTypes<Row>;
-  const bool in_turns = args.work.turns != nullptr;
-  const TileCoord coord =
-      in_turns ? tile_in_turns(args.order, index) : key_tile_coord(args.order, index);
+  const TileCoord coord = walking_tile_coord(args.order, index);
   const int batch = coord.head / args.heads_k;  // packed: 0
   tile.head_k = coord.head - batch * args.heads_k;
   tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kTileN);
@@ -67,7 +65,7 @@ FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
   const QueryRange range = s.n_first >= s.k_len ? QueryRange{0, 0, 0, 0, 0, 0}
                                                 : query_range(tile.band, s.n_first, T::kTileN,
                                                               s.q_len, s.k_len, T::kTileM);
-  tile.walk = query_walk(range, in_turns && reversed_walk(args.order, index));
+  tile.walk = query_walk(range, args.work.turns != nullptr && in_last_section(args.order, index));
   find_hidden_rows<Row>(args.seq, tile);
 }
 

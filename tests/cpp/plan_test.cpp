@@ -272,8 +272,8 @@ void backward_sections() {
     const TileOrder& order = in_turns.plan.order;
     std::vector<int> next(16, -1);
     for (int i = 0; i < order.num_tiles; ++i) {
-      const bool last = reversed_walk(order, i);
-      const TileCoord c = tile_in_turns(order, i);
+      const bool last = in_last_section(order, i);
+      const TileCoord c = walking_tile_coord(order, i);
       int& number = next[static_cast<size_t>(c.head)];
       if (number < 0) number = last ? 0 : order.tiles_m - 1;
       expect_equal(last, c.head >= (15 / order.section) * order.section, "the last heads");
