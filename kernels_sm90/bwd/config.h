@@ -33,6 +33,7 @@ struct BwdTypes {
   // There a block of dO goes back half a block before that of Q does.
   static constexpr int kSlots = kConfig.stages, kDoSlots = kTall ? kSlots - 1 : kSlots;
   static constexpr int kDsSlots = kConfig.stages_ds;
+  static constexpr int kDqSlots = kTall ? 1 : 2;  // as many as there is room for
   static constexpr int kThreads = kConfig.warps * 32;
   static constexpr int kComputes = kThreads / kWarpgroupThreads - kFirstCompute;
   static constexpr int kComputeThreads = kComputes * kWarpgroupThreads;

@@ -18,6 +18,30 @@ FA_DEVICE void reduce_add(float* to, float a, float b, float c, float d) {
 // what follows in the other proxy.
 FA_DEVICE void fence_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
+// This thread's reduces but the last have been performed.
+FA_DEVICE void wait_for_all_but_last() { asm volatile("cp.async.bulk.wait_group 1;" ::: "memory"); }
+
+FA_DEVICE int look_at_count(const int32_t* turn) {
+  int seen;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(seen) : "l"(turn) : "memory");
+  return seen;
+}
+
+// Whether the phase with this parity is complete.
+FA_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
+  int done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 // dq = dS · K, 64 rows and kDqColumns: part number `part` of the tile, panels of columns inside
 // blocks of rows.
 template <class T, class Ds, class K>
@@ -44,7 +68,7 @@ template <class Row>
 class DqWriter {
   using T = BwdTypes<Row>;
   static constexpr int kWarpFloats = T::kDqFloats / 4;  // of a part
-  static constexpr int kAddingThreads = kWarpgroupThreads + 32;
+  static constexpr bool kInTurn = T::kDqParts == 1;
 
  public:
   FA_DEVICE DqWriter(const BwdArgs& args, BwdSmem<Row>& smem) : args_(args), smem_(smem) {}
@@ -69,24 +93,30 @@ class DqWriter {
     }
   }
 
-  // Leaves a part to the warp that adds it. A compute thread's, and its number in its warpgroup.
-  FA_DEVICE void hand_over(const typename T::DqAcc& dq, int warpgroup, int in_group) const {
-    sync<kAddingThreads>(Barrier::kDqEmpty, warpgroup);
-    float4* to = reinterpret_cast<float4*>(smem_.dq[warpgroup] + in_group / 32 * kWarpFloats) +
-                 in_group % 32;
+  // Leaves a part to the lane that adds it. A compute thread's, and its number in its warpgroup;
+  // `own`: parts that the warpgroup left before.
+  FA_DEVICE void hand_over(const typename T::DqAcc& dq, int warpgroup, int in_group,
+                           uint32_t own) const {
+    const int slot = own % T::kDqSlots;
+    SlotBarriers<T::kDqSlots>& slots = smem_.dq_slots[warpgroup];
+    mbarrier_wait(&slots.empty[slot], parity(own) ^ 1);
+    float4* to =
+        reinterpret_cast<float4*>(smem_.dq[warpgroup][slot] + in_group / 32 * kWarpFloats) +
+        in_group % 32;
     CUTE_UNROLL
     for (int i = 0; i < kChunks; ++i) {
       const float* f = dq.data() + 4 * i;
       to[32 * i] = float4{f[0], f[1], f[2], f[3]};
     }
     fence_async_shared();
-    arrive<kAddingThreads>(Barrier::kDqFull, warpgroup);
+    __syncwarp();
+    if (in_group % 32 == 0) mbarrier_arrive(&slots.full[slot]);
   }
 
-  // One warp: adds every part that a compute warpgroup leaves to it, of all heads of the group. In
-  // turns, the next key tile's may come as soon as this one is in memory.
+  // One lane of a spare warp: adds every part that a compute warpgroup leaves to it, of all heads
+  // of the group. In turns, the next key tile's may come as soon as this one is in memory; what is
+  // there and may be added is, while the one before it is still on its way.
   FA_DEVICE void add_all(int group) const {
-    constexpr bool kInTurn = T::kDqParts == 1;
     const BwdTile& t = smem_.tile;
     mbarrier_wait(&smem_.sums_clear, 0);
     fence_async_global();
@@ -95,31 +125,36 @@ class DqWriter {
     for (int head = t.head_k * group; head != (t.head_k + 1) * group; ++head) {
 #pragma unroll 1
       for (int i = t.walk.range.begin; i < t.walk.range.end; ++i, ++at) {
-        const int warpgroup = thread() / 32 - 1;
-        if (kInTurn && !makes_dq(at, warpgroup)) continue;
-        arrive<kAddingThreads>(Barrier::kDqEmpty, warpgroup);
-        const int m = t.walk.block(i);
+        if (kInTurn && !makes_dq(at, thread() / 32 - 1)) continue;
+        int unpassed = -1;
         if (ordered()) {
-          const int before =
-              key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed());
-          if (tile >= 0) pass_part(tile);
-          tile = static_cast<int>(index(head, m));
-          wait_for_part(tile, before);
+          const int before = key_tiles_before(t.band, t.seq, t.walk.block(i), T::kTileM, T::kTileN,
+                                              t.walk.reversed());
+          unpassed = tile;
+          tile = static_cast<int>(index(head, t.walk.block(i)));
+          const int seen = unpassed < 0 ? -1 : look_at_count(part_turn(tile));
+          if (unpassed >= 0 && (seen != before || !mbarrier_test(full(at), parity(own(at))))) {
+            tma_store_wait();
+            pass_part(unpassed);
+            unpassed = -1;
+          }
+          if (seen != before) wait_for_count(part_turn(tile), before);
+          fence_async_global();
         } else {
-          tile = static_cast<int>(index(head, m));
+          tile = static_cast<int>(index(head, t.walk.block(i)));
         }
-        sync<kAddingThreads>(Barrier::kDqFull, warpgroup);
-        if (thread() % 32 == 0) {
-          bulk_reduce(sum(tile) + (kInTurn ? 0 : warpgroup) * T::kDqFloats, smem_.dq[warpgroup],
-                      T::kDqFloats * sizeof(float));
-          tma_store_commit();
-          tma_store_wait_read();
+        mbarrier_wait(full(at), parity(own(at)));
+        add_part(tile, own(at) % T::kDqSlots);
+        if (unpassed >= 0) {
+          wait_for_all_but_last();
+          pass_part(unpassed);
         }
-        __syncwarp();
+        tma_store_wait_read();
+        mbarrier_arrive(&smem_.dq_slots[thread() / 32 - 1].empty[own(at) % T::kDqSlots]);
       }
     }
-    if (!ordered()) return tma_store_wait();
-    if (tile >= 0) pass_part(tile);
+    tma_store_wait();
+    if (ordered() && tile >= 0) pass_part(tile);
   }
 
   // dQ of one part: which warpgroup makes that of block `at`, counted over all heads.
@@ -158,25 +193,33 @@ class DqWriter {
  private:
   static constexpr int kChunks = kWarpFloats / 128;
 
-  // In turns: of the part of workspace tile `tile` that this warp adds.
+  FA_DEVICE static uint32_t parity(uint32_t own) { return own / T::kDqSlots & 1; }
+
+  // Computed where they are needed: the lane that adds has few registers. Parts of a warpgroup
+  // ahead of block `at`; the barrier of its part.
+  FA_DEVICE static uint32_t own(int at) {
+    asm volatile("" : "+r"(at));
+    return kInTurn ? at / 2 : at;
+  }
+  FA_DEVICE uint64_t* full(int at) const {
+    return &smem_.dq_slots[thread() / 32 - 1].full[own(at) % T::kDqSlots];
+  }
+  FA_DEVICE void add_part(int tile, int slot) const {
+    const int warpgroup = thread() / 32 - 1;
+    bulk_reduce(sum(tile) + (kInTurn ? 0 : warpgroup) * T::kDqFloats, smem_.dq[warpgroup][slot],
+                T::kDqFloats * sizeof(float));
+    tma_store_commit();
+  }
+
+  // In turns: of the part of workspace tile `tile` that this lane adds.
   FA_DEVICE int32_t* part_turn(int tile) const {
     return args_.work.turns + int64_t(tile) * T::kConfig.dq_turns +
            (T::kDqParts == 1 ? 0 : thread() / 32 - 1);
   }
-  FA_DEVICE void wait_for_part(int tile, int before) const {
-    if (thread() % 32 == 0) {
-      wait_for_count(part_turn(tile), before);
-      fence_async_global();
-    }
-    __syncwarp();
-  }
+  // Its reduce is complete.
   FA_DEVICE void pass_part(int tile) const {
-    if (thread() % 32 == 0) {
-      tma_store_wait();
-      fence_async_global();
-      count_one(part_turn(tile));
-    }
-    __syncwarp();
+    fence_async_global();
+    count_one(part_turn(tile));
   }
 
   FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }

@@ -31,6 +31,7 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
       mbarrier_init(&smem.ds_slots.full[i], T::kComputeWarps);
       mbarrier_init(&smem.ds_slots.empty[i], T::kDsReaderWarps);
     }
+    for (auto& slots : smem.dq_slots) slots.init(1, kWarpgroupThreads / 32);
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
     mbarrier_init(&smem.sums_clear, 1);
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     } else if (threadIdx.x == 0) {
       loader.begin();
       loader.finish();
-    } else if (threadIdx.x / 32 == 1 || threadIdx.x / 32 == 2) {
+    } else if (threadIdx.x == 32 || threadIdx.x == 64) {
       const DqWriter<Row> writer(params.args, smem);
       if (T::kBulkDq || writer.ordered()) writer.add_all(group);
     }

@@ -20,13 +20,15 @@ struct BwdSmem {
   alignas(kBwdSmemAlign) E dout[cute::cosize_v<typename T::LayoutDo>];
   alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
   alignas(kBwdSmemAlign) E p[T::kShareKeys ? cute::cosize_v<typename T::LayoutDsT> : 0];
-  // dQ parts on their way to memory, one for each compute warpgroup.
-  alignas(128) float dq[T::kShareKeys ? 0 : T::kComputes][T::kDqFloats];
+  // dQ parts on their way to memory, kDqSlots for each compute warpgroup.
+  alignas(128) float dq[T::kShareKeys ? 0 : T::kComputes][T::kDqSlots][T::kDqFloats];
   alignas(16) float lse_log2[T::kSlots][T::kTileM];  // arrive with Q
   alignas(16) float delta[T::kDoSlots][T::kTileM];   // arrive with dO
   SlotBarriers<T::kSlots> q_slots;                   // readers: compute warps
   SlotBarriers<T::kDoSlots> do_slots;                // readers: compute warps
   SlotBarriers<T::kDsSlots> ds_slots;  // shared keys: written by compute warps, read by dQ's
+  // Own keys, of each compute warpgroup: written by its warps, read by the lane that adds.
+  SlotBarriers<T::kDqSlots> dq_slots[T::kComputes];
   uint64_t k_full, v_full;
   uint64_t sums_clear;           // own keys: the sums of the section are zero
   int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile

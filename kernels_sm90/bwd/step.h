@@ -99,7 +99,8 @@ class BwdStep : public BwdOwnKeys<Row> {
 
   FA_DEVICE void add_dq(DqAcc& dq) const {
     cute::warpgroup_fence_operand(dq);
-    writer_.hand_over(dq, warpgroup(), Base::thread() % kWarpgroupThreads);
+    writer_.hand_over(dq, warpgroup(), Base::thread() % kWarpgroupThreads,
+                      kInTurn ? at() / 2 : at());
   }
 
   // dPᵀ of block at_.

@@ -91,7 +91,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   FA_DEVICE void add_dq(DqAcc& dq) const {
     cute::warpgroup_fence_operand(dq);
     if (writer_.ordered())
-      return writer_.hand_over(dq, Base::warpgroup(), Base::thread() % kWarpgroupThreads);
+      return writer_.hand_over(dq, Base::warpgroup(), Base::thread() % kWarpgroupThreads, at_);
     writer_.add(dq, writer_.sum(tile_), Base::part());
   }
 

@@ -18,9 +18,6 @@ enum class Barrier : int {
               // 128 threads
   kDq = 8,    // backward, shared keys: the dQ warpgroup around its turn; 128 threads
   kOperands = 9,  // backward: P and dS of a block are stored; all compute warpgroups
-  kDqEmpty = 10,  // + warpgroup (0, 1): backward, own keys: its part of dQ in shared memory has
-                  // been read; the warpgroup and the warp that adds it, 160 threads
-  kDqFull = 12,   // + warpgroup (0, 1): ... has been written; the same threads
   kSigns = 10,    // + warpgroup (0 .. 2): forward, its warps agree on a branch around products; 128
                   // threads
 };
