@@ -28,6 +28,9 @@ bool clears_ahead(const KernelEntry& row, const Problem& p) {
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
 // passes over them, and the zeros of the next ones' sums, where these are cleared meanwhile.
 int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& device, int heads) {
+  // The last section adds in another order (query_walk.h): one section is the last whatever the
+  // batch is.
+  if (p.deterministic && p.batch_invariant && row.config.arch == 90) return heads;
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
   const int64_t sums = 4 * row.config.head_dim_qk * (clears_ahead(row, p) ? 2 : 1);
   const int64_t bytes = rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + sums);

@@ -204,7 +204,8 @@ def attention(
         sinks: [Hq], float32 or q's dtype (beside float8_e4m3fn bfloat16): a logit per head that
             enters the denominator only.
         alibi_slopes: float32 [Hq] or [B, Hq].
-        deterministic: of the backward; None: torch.are_deterministic_algorithms_enabled().
+        deterministic: of the backward, the same call then has the same bits; None:
+            torch.are_deterministic_algorithms_enabled().
         return_lse: also return LSE, float32 [B, Hq, Sq] (float64 for float64 inputs).
         **options: any other option of `torch.ops.fa.forward`: attention_chunk, seqused_q,
             seqused_k, leftpad_k, kv_batch_idx, page_table, dropout_p (in [0, 1); the seed is drawn

@@ -291,6 +291,9 @@ void backward_sections() {
   expect(p.plan.cleared_sections == 0 &&
              bind_backward(p.plan, p.problem, memory).bwd.work.cleared == nullptr,
          "prepare clears the sums of an Ampere row");
+  Call same = Call(1, 16384, 16384, 16, 16, 128).h200().backward();
+  same.params.options.deterministic = same.params.options.batch_invariant = 1;
+  expect_equal(plan_backward_call(same).plan.order.section, 16, "one order for every batch");
   Call one = Call(1, 16384, 16384, 8, 1, 128).h200().backward();
   one.params.options.deterministic = 1;
   expect_equal(plan_backward_call(one).plan.order.section, 1, "no more than there are");
