@@ -64,7 +64,8 @@ class BwdEpilogue {
   FA_DEVICE void store_chunks(const Acc& acc, const TensorArg& to, int dim, float scale) const {
     constexpr DType kType = T::kConfig.dtype;
     constexpr int kChunks = kColumns<Acc> / 8;
-    const int lane = thread_ % 32, left = first_column<Acc>();
+    const int left = first_column<Acc>();
+    const unsigned lane = static_cast<unsigned>(thread_) % 32;
     // Panels of 64 columns, however V lay there, or of 32. Rows of 64 bytes in pairs: 8 keys fill
     // all banks.
     constexpr int kPanel = T::kDimV % 64 == 0 ? 64 : 32, kOf = kPanel / 8;
@@ -83,14 +84,21 @@ class BwdEpilogue {
                      pack_pair<kType>(f[6] * scale, f[7] * scale));
     }
     __syncwarp();
-    char* base = rows_of(to, 2);
+    // A lane keeps its chunk and goes down the keys; kStep keys side by side.
+    constexpr int kStep = 32 / kChunks, kStores = 16 / kStep;
+    const int chunk = lane % kChunks, key = warp_key() + lane / kChunks % kStep;
+    const bool stores = lane < kStep * kChunks && left + 8 * chunk < dim;
+    const int keys = stores ? tile_.seq.k_len - tile_.seq.n_first - key : 0;  // that are there
+    uint4 rows[kStores];
     CUTE_UNROLL
-    for (int i = 0; i < kChunks / 2; ++i) {
-      const int key = warp_key() + (32 * i + lane) / kChunks, chunk = (32 * i + lane) % kChunks;
-      const int row = tile_.seq.n_first + key;
-      if (row < tile_.seq.k_len && left + 8 * chunk < dim)
-        *reinterpret_cast<uint4*>(base + (row * to.stride_row + left + 8 * chunk) * 2) =
-            *reinterpret_cast<const uint4*>(address(key, chunk));
+    for (int i = 0; i < kStores; ++i)
+      rows[i] = *reinterpret_cast<const uint4*>(address(key + kStep * i, chunk));
+    const int64_t first = (tile_.seq.n_first + key) * to.stride_row + left + 8 * chunk;
+    char* row = rows_of(to, 2) + first * 2;
+    CUTE_UNROLL
+    for (int i = 0; i < kStores; ++i) {
+      if (kStep * i < keys) *reinterpret_cast<uint4*>(row) = rows[i];
+      row += kStep * 2 * to.stride_row;
     }
     __syncwarp();
   }
