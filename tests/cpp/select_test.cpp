@@ -275,14 +275,18 @@ void rows_by_length() {
   for (const KernelEntry& row : kMore) table.push_back(&row);
   const Table rows(table);
   const char* wide = "sm90_fwd_bf16_d64_band";
-  for (int length : {64, 512, 1024})
+  for (int length : {64, 128, 256})
     expect_row(Call(16, length, length, 32, 32, 64).causal().h200(), "m128", rows);
-  for (int length : {4096, 8192, 16384, 100000})
+  for (int length : {512, 1024, 4096, 8192, 16384, 100000})
     expect_row(Call(16, length, length, 32, 32, 64).causal().h200(), wide, rows);
   // The order of the rows in the table decides nothing.
   std::vector<const KernelEntry*> backwards(table.rbegin(), table.rend());
-  expect_row(Call(16, 1024, 1024, 32, 32, 64).causal().h200(), "m128", Table(backwards));
+  expect_row(Call(16, 256, 256, 32, 32, 64).causal().h200(), "m128", Table(backwards));
   expect_row(Call(1, 16384, 16384, 32, 32, 64).causal().h200(), wide, Table(backwards));
+  // Measured on an H200: many tiles, and fewer than two rounds of them.
+  expect_row(Call(64, 1024, 1024, 9, 3, 64).causal().h200(), wide, rows);
+  expect_row(Call(2, 8192, 8192, 4, 4, 64).causal().h200(), wide, rows);
+  expect_row(Call(2, 4096, 4096, 4, 4, 64).causal().h200(), "m128", rows);
   // Fewer tiles than multiprocessors: the smaller ones end sooner.
   expect_row(Call(1, 2048, 2048, 4, 4, 64).causal().h200(), "m128", rows);
   // Packed: by the average length, never by the hint of the longest.
