@@ -3,9 +3,10 @@
 """What did one translation unit cost? A compiler launcher that leaves one JSON line per unit.
 
 `compile_probe.py --records DIR -- [ccache] nvcc …` runs the command unchanged (same output, same
-exit status) and writes DIR/<unit>.json: seconds, peak memory, and what ptxas said of every kernel
-(registers, stack frame, spills, advisories). ccache replays the compiler's words on a hit, so these
-stay known; seconds and memory of a hit are those of the last real compilation, if there was one.
+exit status) and writes DIR/<unit>.json: seconds on one core, peak memory, and what ptxas said of
+every kernel (registers, stack frame, spills, advisories). ccache replays the compiler's words on a
+hit, so these stay known; seconds and memory of a hit are those of the last real compilation, if
+there was one. Seconds are those the processor worked: what else a machine does does not count.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ import resource
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 # ptxas' own codes for "this wgmma was serialised" and its siblings.
@@ -57,15 +57,14 @@ def parse_ptxas(text: str) -> tuple[list[dict[str, object]], list[str]]:
 
 
 def run(command: list[str]) -> tuple[int, str, float, float, bool]:
-    """Runs the command; returns status, stderr, seconds, peak MB and whether ccache answered."""
+    """Runs the command; returns status, stderr, core-seconds, peak MB, whether ccache answered."""
     with tempfile.NamedTemporaryFile("r", suffix=".log") as log:
         environment = dict(os.environ, CCACHE_STATSLOG=log.name)
-        start = time.monotonic()
         done = subprocess.run(command, env=environment, stderr=subprocess.PIPE, check=False)
-        seconds = time.monotonic() - start
         hit = re.search(r"^(direct|preprocessed)_cache_hit$", log.read(), re.M) is not None
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return done.returncode, done.stderr.decode(errors="replace"), seconds, peak, hit
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = done.stderr.decode(errors="replace")
+    return done.returncode, said, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, hit
 
 
 def quiet(text: str) -> str:

@@ -285,6 +285,15 @@ def test_a_cached_unit_keeps_its_last_record(tmp_path):
     assert (again["seconds"], again["peak_mb"]) == (17.5, 900)
 
 
+def test_seconds_in_which_a_compiler_waits_do_not_count(tmp_path):
+    compiler = fake_compiler(tmp_path / "cc", PTXAS.format(stack=0, spill=0))
+    slow = "import os, sys, time\ntime.sleep(1.5)\n"
+    compiler.write_text(compiler.read_text().replace("import os, sys\n", slow))
+    assert probe(tmp_path, compiler).returncode == 0
+    assert slow in compiler.read_text()
+    assert 0 < json.loads((tmp_path / "probe" / "row.json").read_text())["seconds"] < 1.5
+
+
 def test_a_failing_compiler_fails_and_leaves_no_record(tmp_path):
     said = PTXAS.format(stack=0, spill=0) + "row.cu(7): error: no\n"
     done = probe(tmp_path, fake_compiler(tmp_path / "cc", said, status=3))
@@ -306,7 +315,7 @@ def test_budgets_name_each_broken_limit():
         (record_of(note=NOTE), "C7510"),
         (record_of(note=NOTE.replace("C7510", "C7508")), "C7508"),
         (record_of(note=NOTE.replace("C7510", "C7519")), "C7519"),
-        (record_of(seconds=121), "the limit is 120 s"),
+        (record_of(seconds=121), "121 core-seconds; the limit is 120."),
         (record_of() | {"kernels": []}, "ptxas named no kernel"),
     ]:
         found = check_budgets.row_problems(record)
