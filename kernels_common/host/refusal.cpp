@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Why does no row run a call, and which one would? Names the nearest rows and the line of the table
-// that is missing.
+// Why does no row run a call? Names the nearest rows, and each one's reasons.
 #include "kernels_common/host/refusal.h"
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <cstdlib>
 #include <vector>
 
+#include "kernels_common/host/advice.h"
 #include "kernels_common/host/error.h"
 
 namespace fa {
@@ -37,14 +37,6 @@ class Reasons {
   size_t capacity_, used_ = 0;
 };
 
-const char* loader_name(LoadKind kind) {
-  return kind == LoadKind::kTma ? "tma" : kind == LoadKind::kCpAsync ? "cpasync" : "paged";
-}
-
-const char* short_op(Op op) {
-  return op == Op::kForward ? "fwd" : op == Op::kBackward ? "bwd" : op_name(op);
-}
-
 // How far a row is from a call: a row of another op or dtype says little to the reader; among
 // equals the one with the least padding comes first.
 int distance(const KernelEntry& entry, const Problem& p, const DeviceInfo& device) {
@@ -65,128 +57,6 @@ std::vector<const KernelEntry*> by_nearness(const Problem& p, const DeviceInfo& 
     return distance(*a, p, device) < distance(*b, p, device);
   });
   return rows;
-}
-
-// The head dim of the row that would be needed. Sizes in use are multiples of 64, and 96 where the
-// kernels can have it: e4m3 panels are 64 columns wide, and Hopper backward rows that share their
-// keys split a head dim in halves of whole panels.
-int row_dim(int dim, bool can_be_96) {
-  return can_be_96 && dim > 64 && dim <= 96 ? 96 : (dim + 63) / 64 * 64;
-}
-
-// What a family of kernels starts from, in the columns of the table; its config.h says why.
-struct FirstTile {
-  int tile_m, tile_n, warps, stages;
-  const char* knobs;
-};
-
-FirstTile first_backward_tile(bool hopper, bool shares_keys, int dqk) {
-  if (!hopper) return FirstTile{64, 64, 8, 1, "dq=atomic dq_turns=8"};
-  if (shares_keys) return FirstTile{64, 64, 12, 2, "stages_ds=2 dq=vector"};
-  if (dqk == 64) return FirstTile{128, 128, 12, 3, "stages_ds=2 dq=vector"};
-  return FirstTile{64, 128, 12, 2, "stages_ds=2 dq=bulk"};
-}
-
-FirstTile first_forward_tile(bool hopper, bool e4m3, bool pack) {
-  if (!hopper) return FirstTile{128, 64, 4, 1, ""};
-  return FirstTile{128, 64, 12, 2, e4m3 ? "o_buf=1" : pack ? "pack=1" : ""};
-}
-
-bool any_score(const Problem& p) {
-  return p.softcap > 0 || p.alibi() || p.dropout_p > 0 || p.descale_blocks();
-}
-
-// Split keys on Hopper. Rows that pack query heads do that, for 16-bit calls with the score `scale`
-// and groups that a tile can hold.
-bool hopper_splits(const Problem& p) {
-  return p.op == Op::kForward && p.num_splits > 1 && p.force_arch == 90;
-}
-bool packed_splits(const Problem& p) {
-  const int group = p.heads_k > 0 ? p.heads_q / p.heads_k : 1;
-  return hopper_splits(p) && p.dtype != DType::kE4m3 && !any_score(p) && !p.batch_invariant &&
-         group > 1 && group <= 128 && std::has_single_bit(static_cast<unsigned>(group));
-}
-bool unbuilt_splits(const Problem& p) { return hopper_splits(p) && !packed_splits(p); }
-
-// Blocks of a Hopper backward do not go on to another tile.
-bool hopper_reserve(const Problem& p) {
-  return p.op == Op::kBackward && p.reserve_sms > 0 && p.force_arch == 90;
-}
-
-// tile_n of an e4m3 row is a multiple of this.
-constexpr int kLeastE4m3Keys = 32;
-
-// What has to be written before a row can serve the call.
-std::string missing_parts(const Problem& p, Table table) {
-  std::string parts;
-  const auto add = [&parts](bool missing, const char* name) {
-    if (missing) parts += std::string(parts.empty() ? "" : ", ") + name;
-  };
-  // Whether no row of the call's operation has a property: else its rows' own reasons say more.
-  const auto none = [&](auto has) {
-    return std::none_of(table.begin(), table.end(), [&](const KernelEntry* e) {
-      return e->config.op == p.op && has(e->config);
-    });
-  };
-  add(none([](const KernelConfig&) { return true; }),
-      p.op == Op::kBackward ? "a backward kernel" : "a kernel for this operation");
-  add(p.kv_dtype == DType::kE4m3 && p.dtype != DType::kE4m3, "16-bit queries on e4m3 keys");
-  add((p.softcap > 0 || p.alibi()) &&
-          none([](const KernelConfig& c) { return c.score == ScoreKind::kAny; }),
-      "the score policy `any`");
-  add(p.paged, "a paged loader");
-  add(p.descale_blocks() && none([](const KernelConfig& c) { return takes_block_descales(c); }),
-      "descales per block of rows");
-  add(p.dropout_p > 0 && none([](const KernelConfig& c) { return c.dropout != 0; }), "dropout");
-  add(unbuilt_splits(p), "splitting the keys");
-  return parts;
-}
-
-// Options that no column of the table can state yet.
-bool beyond_the_table(const Problem& p) {
-  return (p.op == Op::kBackward && p.seq.batch_index_k) || !whole_key_blocks(p, kLeastE4m3Keys) ||
-         (p.descale_blocks() && p.dim_v > 128) || unbuilt_splits(p) || hopper_reserve(p);
-}
-
-// The line of tools/variants.csv that would cover the call. Its tile is a starting point: that of
-// the nearest row, if that is of the same family.
-std::string needed_line(const Problem& p, const DeviceInfo& device, const KernelEntry* nearest) {
-  const bool hopper = p.force_arch == 90 || (p.force_arch == 0 && device.hopper());
-  const int arch = hopper ? 90 : 80;
-  const bool e4m3 = p.dtype == DType::kE4m3, backward = p.op == Op::kBackward;
-  const bool any = any_score(p), pack = packed_splits(p);
-  const bool shares_keys = hopper && backward && (any || p.dim_qk > 128 || p.dim_v > 128);
-  const bool can_be_96 = !e4m3 && !shares_keys;
-  const int dqk = row_dim(p.dim_qk, can_be_96), dv = row_dim(p.dim_v, can_be_96);
-  FirstTile tile = backward ? first_backward_tile(hopper, shares_keys, dqk)
-                            : first_forward_tile(hopper, e4m3, pack);
-  if (nearest != nullptr && nearest->config.arch == arch && nearest->config.op == p.op &&
-      nearest->config.dtype == p.dtype && !(hopper && backward) && !pack) {
-    const KernelConfig& row = nearest->config;
-    tile = FirstTile{row.tile_m, row.tile_n, row.warps, row.stages, tile.knobs};
-  }
-  std::string knobs = tile.knobs;
-  if (p.dropout_p > 0) knobs += knobs.empty() ? "dropout=1" : " dropout=1";
-  while (e4m3 && tile.tile_n > kLeastE4m3Keys && !whole_key_blocks(p, tile.tile_n))
-    tile.tile_n -= kLeastE4m3Keys;
-  const char* dtype = dtype_name(p.dtype);
-  const char* kv_dtype = dtype_name(p.kv_dtype);
-  char dims[32];
-  if (dqk == dv)
-    std::snprintf(dims, sizeof(dims), "d%d", dqk);
-  else
-    std::snprintf(dims, sizeof(dims), "d%dx%d", dqk, dv);
-  const LoadKind plain = hopper ? LoadKind::kTma : LoadKind::kCpAsync;
-  char line[512];
-  std::snprintf(
-      line, sizeof(line),
-      "sm%d_%s_%s_%s_band%s%s%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,%s,"
-      "release,30,\"why\"",
-      arch, short_op(p.op), dtype, dims, any ? "_any" : "", p.paged ? "_paged" : "",
-      pack ? "_gqa" : "", arch, short_op(p.op), dtype, kv_dtype, dqk, dv, any ? "any" : "scale",
-      loader_name(p.paged ? LoadKind::kPaged : plain), loader_name(plain), tile.tile_m, tile.tile_n,
-      tile.warps, tile.stages, hopper && !e4m3 ? "overlap" : "serial", knobs.c_str());
-  return line;
 }
 
 std::string held_rows(Table table) {
@@ -337,17 +207,10 @@ fa_status refuse(const Problem& p, const DeviceInfo& device, Table table) {
     return (misfits(*e, p, device) & kMisfitDevice) == 0;
   };
   if (std::none_of(table.begin(), table.end(), serves)) return refuse_device(device, table);
-  const auto rows = by_nearness(p, device, table);
-  const std::string parts = missing_parts(p, table);
-  const std::string remedy = beyond_the_table(p) ? "No column of tools/variants.csv states that."
-                                                 : "The row needed in tools/variants.csv: " +
-                                                       needed_line(p, device, rows.front());
-  return fail(FA_ERROR_UNSUPPORTED,
-              "fa: not supported: %s on %s. Nearest of %zu rows: %s. %s%s%s%s",
+  return fail(FA_ERROR_UNSUPPORTED, "fa: not supported: %s on %s. Nearest of %zu rows: %s. %s",
               describe_call(p).c_str(), describe_device(device).c_str(), table.size(),
               nearest_rows(p, device, table, 3, " | ").c_str(),
-              parts.empty() ? "" : "Not built yet: ", parts.c_str(), parts.empty() ? "" : ". ",
-              remedy.c_str());
+              advice(p, device, table, *by_nearness(p, device, table).front()).c_str());
 }
 
 }  // namespace fa

@@ -10,7 +10,6 @@ libfa.so checks again what only it can know (strides, alignment, rows of the tab
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,21 +30,21 @@ KERNEL_FLOATS = (torch.float16, torch.bfloat16)
 KERNEL_MAX_DIM = 256
 KERNEL_MAX_ROWS = 1 << 30
 
-# Option -> its value when it is off: what kernel rows do not do.
-_NO_ROW: dict[str, Any] = {
-    "page_table": None,
+# Option that no kernel row implements -> what to do instead.
+_NO_ROW = {
+    "page_table": "Gather the pages into k and v of [batch, seqlen, heads, dim]",
 }
 
 
 def refuse_without_row(options: Options) -> None:
     """Options that are in the schema and that no kernel row does: refused by name."""
-    for name, off in _NO_ROW.items():
-        value = options.get(name, off)
-        if value is not None and (isinstance(value, Tensor) or value != off):
-            shown = describe(value) if isinstance(value, Tensor) else value
+    for name, cure in _NO_ROW.items():
+        value = options.get(name)
+        if value is not None:
             raise NotImplementedError(
-                f"{name}: {shown} was given, and no kernel row of this version implements {name}. "
-                f'Leave it out, pass {off}, or run the torch implementation with fa.backend("cpu").'
+                f"{name}: {describe(value)} was given, and no kernel row of this version "
+                f"implements {name}. {cure}, or run the torch implementation with "
+                'fa.backend("cpu").'
             )
 
 
@@ -114,8 +113,8 @@ def _dtypes(
             if t.dtype == FP8:
                 raise NotImplementedError(
                     f"{name}: no kernel row of this version reads {FP8} {name} with q of "
-                    f"{q.dtype}. Quantise q as well (fa.quantize_qkv), or run the torch "
-                    'implementation with fa.backend("cpu").'
+                    f"{q.dtype}. Pass q in {FP8} too, or run the torch implementation with "
+                    'fa.backend("cpu").'
                 )
     allowed = (*allowed, FP8)
     names = ", ".join(str(d) for d in allowed)

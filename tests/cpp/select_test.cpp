@@ -401,7 +401,7 @@ void options_without_rows() {
   expect_refused(small, FA_ERROR_UNSUPPORTED, "Nearest of 9 rows: sm90_fwd_bf16_d64_band: ");
   small.params.options.num_splits = 2;
   small.params.options.force_arch = 90;
-  expect_refused(small, FA_ERROR_UNSUPPORTED, "No column of tools/variants.csv states that.");
+  expect_refused(small, FA_ERROR_UNSUPPORTED, "No line of tools/variants.csv would serve it: ");
 }
 
 void backward_rows() {
@@ -436,7 +436,7 @@ void backward_rows() {
   Call indexed = Call(2, 512, 512, 8, 8, 128).h200().backward();
   indexed.params.seq.batch_index_k = some_array();
   refused(indexed, kBackwardTable, "a batch index of k and v");
-  expect_contains(last_error(), "No column of tools/variants.csv states that.");
+  expect_contains(last_error(), "No line of tools/variants.csv would serve it: ");
 }
 
 // Values and knobs that config.h of the family asks for, and a head dim that it can have.
@@ -451,7 +451,7 @@ void lines_of_missing_rows() {
          "overlap,stages_ds=2 dq=bulk,release,30,");
   needed(Call(2, 512, 512, 8, 8, 64).h200().backward(), Op::kBackward,
          "sm90_bwd_bf16_d64_band,90,bwd,bf16,bf16,64,64,band,scale,tma,tma,128,128,12,3,1,static,"
-         "overlap,stages_ds=2 dq=vector,release,30,");
+         "overlap,stages_ds=2 dq=vector dq_turns=2,release,30,");
   expect_equal(plan_backward_call(Call(2, 512, 512, 8, 8, 64, FA_FP16).h200(90).backward()).status,
                FA_ERROR_UNSUPPORTED, "a dtype without rows");
   expect_contains(last_error(),
@@ -480,7 +480,7 @@ void lines_of_missing_rows() {
          "static,overlap,pack=1,release,30,");
   expect(std::string(last_error()).find("Not built yet") == std::string::npos, last_error());
   split.params.score.softcap = 30;
-  expect_refused(split, FA_ERROR_UNSUPPORTED, "splitting the keys. No column of");
+  expect_refused(split, FA_ERROR_UNSUPPORTED, "splitting the keys. No line of");
   Call bytes = Call(2, 512, 512, 8, 8, 80, FA_E4M3).h200();
   bytes.params.out.dtype = FA_BF16;
   needed(
@@ -579,7 +579,7 @@ void descales_per_block() {
   expect_refused(call(0, 128, 32), FA_ERROR_UNSUPPORTED, "any: descales per 32 keys", rows);
   expect_contains(last_error(), ",band,any,tma,tma,192,32,16,");
   expect_refused(call(0, 16, 16), FA_ERROR_UNSUPPORTED,
-                 "No column of tools/variants.csv states that.", rows);
+                 "No line of tools/variants.csv would serve it: ", rows);
   Call padded = call(0, 64, 0);
   padded.params.seq.leftpad_k = some_array();
   expect_refused(padded, FA_ERROR_UNSUPPORTED, "with left padding, which moves the blocks", rows);

@@ -16,8 +16,6 @@ import torch
 import docs_links
 import fa
 import gen_variants
-import host_build
-from fa import _lib
 
 ROOT = docs_links.ROOT
 README = (ROOT / "README.md").read_text("utf-8")
@@ -36,21 +34,6 @@ def table_of(text: str, first: str) -> list[list[str]]:
 
 
 # ---- what exists ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def shipped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A libfa.so with the shipped rows, which plans and cannot launch."""
-    if host_build.compiler() is None:
-        pytest.skip("no g++ to compile with")
-    folder = tmp_path_factory.mktemp("shipped")
-    host_build.build(folder, "rows::kShipped", shim=False, declarations=host_build.shipped_rows())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("FA_LIBRARY", str(folder / "libfa.so"))
-        patch.setattr(_lib, "_loaded", None)
-        yield
-        patch.setattr(_lib, "_loaded", None)
-
 
 INT = torch.int32
 LENGTHS = torch.tensor([3, 4], dtype=INT)
