@@ -22,7 +22,8 @@ _listeners: list[Callable[[int], None]] = []
 
 def _checked(name: str, source: str) -> str:
     if not isinstance(name, str):
-        raise TypeError(f"{source} must be a string, not {type(name).__name__}.")
+        shown = "None" if name is None else type(name).__name__
+        raise TypeError(f"{source} must be a string, not {shown}.")
     if name not in BACKENDS:
         raise ValueError(
             f'{source} is "{name}": no such backend. Allowed are '

@@ -38,12 +38,24 @@ def layouts(**tensors: object) -> None:
             )
 
 
-def in_words_of(error: ValueError, **names: str) -> ValueError:
-    """An error of an inner call, with our caller's names in the place of the inner ones."""
-    text = str(error)
-    for inner, outer in names.items():
-        text = text.replace(inner, outer)
-    return ValueError(text)
+def dims(name: str, t: Tensor, cu: Tensor | None, cu_name: str, rows: str = "seqlen") -> None:
+    """4 dimensions, packed 3."""
+    if t.dim() != (4 if cu is None else 3):
+        want = f"[batch, {rows}, heads, dim]" if cu is None else "[total, heads, dim]"
+        state = "Without" if cu is None else "With"
+        raise ValueError(
+            f"{name}: shape {list(t.shape)} has {t.dim()} dimensions. {state} {cu_name} it must be "
+            f"{want}."
+        )
+
+
+def batch_size(q: Tensor, cu_seqlens_q: Tensor | None) -> int:
+    """Of queries, whose dimensions are checked first."""
+    dims("q", q, cu_seqlens_q, "cu_seqlens_q")
+    if cu_seqlens_q is None:
+        return q.shape[0]
+    index("cu_seqlens_q", cu_seqlens_q, max(1, cu_seqlens_q.numel()), q.device)
+    return cu_seqlens_q.shape[0] - 1
 
 
 def agree(name: str, t: Tensor, like: Tensor, dim: int, what: str) -> None:

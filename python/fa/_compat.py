@@ -13,11 +13,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa._checks import describe, tensor_types
+from fa._checks import batch_size, describe, tensor_types
 from fa.functional import attention, window_options
 from fa.kvcache import attention_kvcache
 
 INSTEAD = "Leave it at its default."
+
+# Names of fa's options -> of the wrappers' arguments, for `checked`.
+WINDOW = {"window_left": "window_size[0]", "window_right": "window_size[1]"}
+WINDOW_SIDES = {"window_left": "window_size_left", "window_right": "window_size_right"}
+# Where nothing can be packed.
+DENSE = {f"Without cu_seqlens_{side} it": "It" for side in ("q", "k", "new")}
+PACKED_QKV = {name: f"qkv's {name}" for name in ("q", "k", "v")}
+PACKED_KV = {name: f"kv's {name}" for name in ("k", "v")}
+# `cached` speaks of k_cache, k_new and cache_seqlens.
+CACHE = {
+    "k": "k_cache",
+    "v": "v_cache",
+    "k_new": "k",
+    "v_new": "v",
+    "seqused_k": "cache_seqlens",
+    "kv_batch_idx": "cache_batch_idx",
+    "leftpad_k": "cache_leftpad",
+}
 
 
 def refuse(function: str, instead: str, **given: Any) -> None:
@@ -38,7 +56,7 @@ def maybe_contiguous(x: Tensor | None) -> Tensor | None:
 
 def values(v: Tensor) -> Tensor:
     """e4m3 values may lie transposed, with stride 1 in their rows."""
-    return v.contiguous() if v.stride(-1) != 1 and v.stride(-3) != 1 else v
+    return v.contiguous() if v.dim() > 2 and v.stride(-1) != 1 and v.stride(-3) != 1 else v
 
 
 def contiguous(**tensors: Tensor) -> list[Any]:
@@ -102,7 +120,7 @@ def as_lengths(
         if cache_seqlens is not None:
             tensor_types(cache_seqlens=cache_seqlens)
         return maybe_contiguous(cache_seqlens)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = batch_size(q, cu_seqlens_q)
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
 
 
@@ -122,7 +140,9 @@ def cached(
     """((out, lse), key lengths int32 [B]) of attention over a cache; None: every row is full."""
     cu_seqlens_q = options.get("cu_seqlens_q")
     if cache_seqlens is None:
-        needs = "k" if k is not None else "rotary_cos" if rotary["rotary_cos"] is not None else None
+        needs = (
+            "k_new" if k is not None else "rotary_cos" if rotary["rotary_cos"] is not None else None
+        )
         if needs is not None:
             raise ValueError(
                 f"cache_seqlens: is None, and {needs} was given: new keys and positions start at "

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa._checks import tensor_types
+from fa._checks import batch_size, tensor_types
 from fa._compat import (
     INSTEAD,
+    WINDOW_SIDES,
     cached,
     contiguous,
     given,
@@ -23,9 +24,18 @@ from fa._compat import (
     values,
 )
 from fa._layout import lse_dtype
+from fa._types import checked
 from fa.functional import attention
 
 
+@checked(
+    **WINDOW_SIDES,
+    k_cache="k",
+    v_cache="v",
+    cache_seqlens="seqused_k",
+    rotary_seqlens="seqlens_rotary",
+    cu_seqlens_new="cu_seqlens_k_new",
+)
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
@@ -138,7 +148,7 @@ def _check_metadata(metadata: Tensor | None, q: Tensor, cu_seqlens_q: Tensor | N
     if metadata is None:
         return
     tensor_types(scheduler_metadata=metadata)
-    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    batch = batch_size(q, cu_seqlens_q)
     if metadata.dtype != torch.int32 or tuple(metadata.shape) != (batch,):
         raise ValueError(
             f"scheduler_metadata: {list(metadata.shape)} {metadata.dtype} does not belong to this "
@@ -147,6 +157,13 @@ def _check_metadata(metadata: Tensor | None, q: Tensor, cu_seqlens_q: Tensor | N
         )
 
 
+@checked(
+    **WINDOW_SIDES,
+    lse="softmax_lse",
+    seqused_q="sequed_q",
+    seqused_k="sequed_k",
+    causal="is_causal",
+)
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,

@@ -14,7 +14,7 @@ import math
 import torch
 from torch import Tensor
 
-from fa._checks import agree, describe, index, tensor_types
+from fa._checks import agree, describe, dims, index, tensor_types
 from fa._layout import out_dtypes
 from fa._validate_options import (
     FP8,
@@ -148,13 +148,7 @@ def _shapes(q: Tensor, k: Tensor, v: Tensor, options: Options, kernels: bool) ->
         ("k", k, cu_k, "cu_seqlens_k"),
         ("v", v, cu_k, "cu_seqlens_k"),
     ):
-        want = "[total, heads, dim]" if cu is not None else "[batch, seqlen, heads, dim]"
-        if t.dim() != (4 if cu is None else 3):
-            state = "with" if cu is not None else "without"
-            raise ValueError(
-                f"{name}: shape {list(t.shape)} has {t.dim()} dimensions. {state.capitalize()} "
-                f"{cu_name} it must be {want}."
-            )
+        dims(name, t, cu, cu_name)
     for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
         if cu is not None and (cu.dim() != 1 or cu.shape[0] < 1):
             raise ValueError(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fa._checks import describe, index, page_rows, tensor_types
+from fa._checks import describe, dims, index, page_rows, tensor_types
 from fa._validate import FLOATS
 from fa._validate_options import FP8, Options
 
@@ -63,13 +63,7 @@ def _pair(
         raise ValueError(f"{cache_name}: shape {list(cache.shape)} must be {layout}.")
     if table is not None and cache.shape[1] == 0:
         raise ValueError(f"{cache_name}: shape {list(cache.shape)} has pages of 0 keys.")
-    want = "[total, heads, dim]" if cu is not None else "[batch, rows, heads, dim]"
-    if new.dim() != (4 if cu is None else 3):
-        state = "With" if cu is not None else "Without"
-        raise ValueError(
-            f"{new_name}: shape {list(new.shape)} has {new.dim()} dimensions. {state} "
-            f"cu_seqlens_new it must be {want}."
-        )
+    dims(new_name, new, cu, "cu_seqlens_new", "rows")
     if cache.dtype not in CACHE_FLOATS:
         names = ", ".join(str(d) for d in CACHE_FLOATS)
         raise ValueError(f"{cache_name}: dtype {cache.dtype} is not one of {names}.")

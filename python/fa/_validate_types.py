@@ -11,26 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fa import _types
 from fa._schemas import SCHEMAS
 
-# Type in a schema -> what Python may pass, in words; None besides where the type ends in "?".
-_WORDS = {
-    "Tensor": "a torch.Tensor",
-    "SymInt": "an integer",
-    "int": "an integer",
-    "float": "a number",
-    "bool": "a bool",
-    "ScalarType": "a torch.dtype",
-}
-_TYPES: dict[str, tuple[type, ...]] = {
-    "Tensor": (Tensor,),
-    "SymInt": (int, torch.SymInt),
-    "int": (int, torch.SymInt),
-    "float": (int, float, torch.SymInt, torch.SymFloat),
-    "bool": (bool, int, torch.SymBool),
-    "ScalarType": (torch.dtype,),
-}
-_INT_VECTORS = re.compile(r"cu_seqlens|seqused|seqlens|leftpad|batch_idx|page_table")
+# Type in a schema -> in an annotation.
+_KINDS = {"SymInt": "int", "ScalarType": "torch.dtype"}
 _REFUSED = re.compile(
     r"fa::_?(\w+)\(\) Expected a value of type '.*?' for argument '(\w+)'.*? type '(.*?)'"
 )
@@ -48,32 +33,33 @@ def arguments(schema: str) -> dict[str, str]:
 KINDS = {op: arguments(schema) for op, schema in SCHEMAS.items()}
 
 
+def _kind(schema_type: str) -> tuple[str, bool]:
+    """(as an annotation, whether None may be passed)"""
+    kind = schema_type.rstrip("?")
+    return _KINDS.get(kind, kind), schema_type.endswith("?")
+
+
 def wrong_type(op: str, name: str, found: str) -> TypeError:
-    """The sentence for an argument of type `found`."""
-    kind = KINDS[op][name]
-    words = _WORDS[kind.rstrip("?")] + (" or None" if kind.endswith("?") else "")
-    cure = ""
-    if kind.startswith("Tensor"):
-        dtype = ", dtype=torch.int32" if _INT_VECTORS.search(name) else ""
-        cure = f" Pass torch.tensor({name}{dtype}), on the device of the others."
-    return TypeError(f"{name} must be {words}, not {found}.{cure}")
+    """The sentence for an argument of a type of this name."""
+    kind, none = _kind(KINDS[op][name])
+    return _types.wrong(name, (kind,), none, found)
+
+
+_USUAL = {"Tensor": Tensor, "int": int, "float": float, "bool": bool, "torch.dtype": torch.dtype}
+_ALLOWED = {op: {name: _kind(x) for name, x in kinds.items()} for op, kinds in KINDS.items()}
 
 
 def argument_types(op: str, given: Mapping[str, Any]) -> None:
-    """TypeError for the first argument of a wrong type, or of a name that the operator lacks.
-
-    Tensors of one element pass as numbers, as torch lets them.
-    """
-    kinds = KINDS[op]
+    """TypeError for the first argument of a wrong type, or of a name that the operator lacks."""
+    allowed = _ALLOWED[op]
     for name, value in given.items():
-        if name not in kinds:
+        if name not in allowed:
             raise unknown(op, name)
-        kind = kinds[name]
-        if (value is None and kind.endswith("?")) or isinstance(value, _TYPES[kind.rstrip("?")]):
+        kind, none = allowed[name]
+        if type(value) is _USUAL[kind]:
             continue
-        if isinstance(value, Tensor) and value.numel() == 1 and kind != "ScalarType?":
-            continue
-        raise wrong_type(op, name, "None" if value is None else type(value).__name__)
+        if not (none if value is None else _types.fits(kind, value)):
+            raise _types.wrong(name, (kind,), none, _types.shown(value))
 
 
 def unknown(op: str, name: str) -> TypeError:
@@ -93,7 +79,9 @@ def absent(op: str, name: str) -> TypeError:
     """The sentence for an argument that was not passed, and has no default."""
     kind = KINDS[op][name]
     cure = f" fa::{op.removesuffix('_out')} allocates its results." if op.endswith("_out") else ""
-    return TypeError(f"{name}: was not passed to fa::{op}. Pass {_WORDS[kind]} as {name}.{cure}")
+    return TypeError(
+        f"{name}: was not passed to fa::{op}. Pass {_types.WORDS[_kind(kind)[0]]} as {name}.{cure}"
+    )
 
 
 def in_our_words(error: RuntimeError) -> TypeError | None:

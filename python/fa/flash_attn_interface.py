@@ -28,7 +28,11 @@ from torch import Tensor
 
 from fa._checks import index, tensor_types
 from fa._compat import (
+    CACHE,
+    DENSE,
     INSTEAD,
+    PACKED_QKV,
+    WINDOW,
     as_lengths,
     contiguous,
     given,
@@ -43,6 +47,7 @@ from fa._compat import (
 )
 from fa._flash_attn_3 import _flash_attn_backward as _flash_attn_backward
 from fa._flash_attn_3 import _flash_attn_forward as _flash_attn_forward
+from fa._types import checked
 from fa.functional import attention, combine
 
 __all__ = [
@@ -55,6 +60,7 @@ __all__ = [
 ]
 
 
+@checked(**DENSE, **PACKED_QKV)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     softmax_scale: float | None = None,
@@ -99,6 +105,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@checked(**DENSE, **WINDOW)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -167,6 +174,7 @@ def _differentiable(
     )
 
 
+@checked(**WINDOW)
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -220,6 +228,7 @@ def flash_attn_varlen_func(
     )
 
 
+@checked()
 def flash_attn_combine(
     out_partial: Tensor,
     lse_partial: Tensor,
@@ -258,6 +267,12 @@ def flash_attn_combine(
     return result, lse.transpose(-1, -2)
 
 
+@checked(
+    **CACHE,
+    seqlens_rotary="rotary_seqlens",
+    window_size_left="window_size[0]",
+    window_size_right="window_size[1]",
+)
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -340,6 +355,7 @@ def flash_attn_with_kvcache(
     return (out, lse, *rest) if return_softmax_lse else out
 
 
+@checked()
 def get_scheduler_metadata(
     batch_size: int,
     max_seqlen_q: int,

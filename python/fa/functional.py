@@ -18,10 +18,11 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from fa import ops
-from fa._checks import in_words_of, layouts, tensor_types
+from fa._checks import layouts, tensor_types
 from fa._ranges import ranged
 from fa._raw import raw, transformed, unwatched
-from fa._validate_types import in_our_words
+from fa._types import checked, fits, require
+from fa._validate_types import argument_types, in_our_words
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
@@ -159,10 +160,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> tuple[T
 
 def window_options(window_size: Any, options: dict[str, Any]) -> None:
     """(left, right), each -1 or None for unlimited, as options of the operator."""
-    if not isinstance(window_size, (tuple, list)) or len(window_size) != 2:
+    pair = isinstance(window_size, (tuple, list)) and len(window_size) == 2
+    if not pair or not all(side is None or fits("int", side) for side in window_size):
         raise TypeError(
-            f"window_size must be a pair (left, right), not {window_size!r}. -1 or None is "
-            "unlimited."
+            f"window_size must be a pair (left, right) of integers or None, not {window_size!r}. "
+            "-1 or None is unlimited."
         )
     left, right = window_size
     if left is not None and left != -1:
@@ -235,7 +237,7 @@ def attention(
         options["causal"] = causal
     if window_size != (-1, -1):
         window_options(window_size, options)
-    if softcap != 0.0:
+    if type(softcap) is not float or softcap != 0.0:
         options["softcap"] = softcap
     if softmax_scale is not None:
         options["softmax_scale"] = softmax_scale
@@ -245,6 +247,10 @@ def attention(
         options["alibi_slopes"] = alibi_slopes
     if deterministic is not None:
         options["deterministic"] = deterministic
+    if options and not is_compiling():
+        argument_types("forward", options)
+    if type(return_lse) is not bool:
+        require("bool", return_lse=return_lse)
     result = forward(q, k, v, options)
     return result if return_lse else result[0]
 
@@ -295,6 +301,7 @@ def attention_varlen(
     return attention(q, k, v, **options)
 
 
+@checked(out_partial="outs", lse_partial="lses")
 @ranged("combine")
 def combine(
     outs: Tensor | list[Tensor] | tuple[Tensor, ...],
@@ -329,10 +336,7 @@ def combine(
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     options = {} if out_dtype is None else {"out_dtype": out_dtype}
     call = ops.combine if transformed() else torch.ops.fa.combine
-    try:
-        return call(outs, lses, **options)
-    except ValueError as error:
-        raise in_words_of(error, out_partial="outs", lse_partial="lses") from None
+    return call(outs, lses, **options)
 
 
 def _stacked(name: str, parts: Any) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
 from fa._layout import empty_like_order, lse_dtype, pad_head_dim
-from fa._validate_types import argument_types
+from fa._types import checked, require
+from fa._validate_types import KINDS, argument_types
 from fa.functional import window_options
 
 # Multiprocessors, and bytes of shared memory that one block can have: the library knows a Hopper
@@ -54,7 +55,7 @@ class _Call:
     def __init__(self, q: Spec, k: Spec, v: Spec, options: dict[str, Any]) -> None:
         options = dict(options)
         window_options(options.pop("window_size", (-1, -1)), options)
-        options.pop("return_lse", None)
+        require("bool", return_lse=options.pop("return_lse", False))
         argument_types("forward", options)
         self.options = {name: value for name, value in options.items() if value is not None}
         tensors = dict(zip("qkv", (q, k, v), strict=True))
@@ -76,7 +77,7 @@ class _Call:
             # fa.attention would draw it.
             self.options["philox_seed_offset"] = torch.empty(2, dtype=torch.int64, device="meta")
         for name, value in self.options.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor) and KINDS["forward"][name].startswith("Tensor"):
                 self.options[name] = _meta(value)
 
     def on_torch(self) -> bool:
@@ -139,6 +140,7 @@ def _meta(t: Spec) -> Tensor:
     return torch.empty(tuple(t[0]), dtype=t[1], device="meta")
 
 
+@checked()
 def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: Any) -> str:
     """What would run for this call, in a few lines: the row, its grid, splits and workspace.
 

@@ -8,15 +8,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from fa import _validate, _validate_cache
 from fa._cache import query_positions
-from fa._checks import in_words_of, tensor_types
+from fa._checks import batch_size, dims, index, tensor_types
 from fa._ranges import ranged
+from fa._types import checked, require
 from fa._validate_types import argument_types
 from fa.functional import attention, window_options
 
 
+@checked(k="k_cache", v="v_cache", seqused_k="cache_seqlens")
 @ranged("attention_kvcache", q=0, k_cache=1)
 def attention_kvcache(
     q: Tensor,
@@ -76,17 +79,19 @@ def attention_kvcache(
     if page_table is not None:
         options["page_table"] = page_table
     _types(k_new, v_new, options, {"cu_seqlens_new": cu_seqlens_new, **rotary})
-    batch, cu_seqlens_q = q.shape[0], options.get("cu_seqlens_q")
-    if cu_seqlens_q is not None:
-        batch = cu_seqlens_q.shape[0] - 1
+    cu_seqlens_q = options.get("cu_seqlens_q")
+    batch = batch_size(q, cu_seqlens_q)
     if isinstance(cache_seqlens, int):
         cache_seqlens = torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     argument_types("append_kv", {"cache_seqlens": cache_seqlens})
+    index("cache_seqlens", cache_seqlens, batch, q.device)
+    index("cu_seqlens_new", cu_seqlens_new, batch + 1, q.device)
     used = cache_seqlens
     if (k_new is None) != (v_new is None):
         missing, given = ("k_new", "v_new") if k_new is None else ("v_new", "k_new")
         raise ValueError(f"{missing}: is None, and {given} was given. Pass both, or none.")
     if k_new is not None:
+        dims("k_new", k_new, cu_seqlens_new, "cu_seqlens_new", "rows")
         tail = k_new.shape[1] if cu_seqlens_new is None else cu_seqlens_new.diff()
         used = cache_seqlens + tail
     elif cu_seqlens_new is not None:
@@ -117,16 +122,14 @@ def attention_kvcache(
         q = torch.ops.fa.apply_rotary(
             q, rotary_cos, rotary_sin, positions=positions, interleaved=rotary_interleaved
         )
-    try:
-        return attention(q, k_cache, v_cache, seqused_k=used, **options)
-    except ValueError as error:
-        raise in_words_of(error, seqused_k="cache_seqlens") from None
+    return attention(q, k_cache, v_cache, seqused_k=used, **options)
 
 
 def _types(k_new: Any, v_new: Any, options: dict[str, Any], appended: dict[str, Any]) -> None:
     """TypeError for an option that does not exist, or of a wrong type."""
     new = {name: t for name, t in (("k_new", k_new), ("v_new", v_new)) if t is not None}
     argument_types("append_kv", new | appended)
+    require("bool", return_lse=options.get("return_lse", False))
     own = ("window_size", "return_lse", "deterministic")
     argument_types("forward", {name: x for name, x in options.items() if name not in own})
 
@@ -136,14 +139,12 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, options: dict[str, Any])
     options = dict(options)
     window_options(options.pop("window_size", (-1, -1)), options)
     options.pop("return_lse", None)
-    try:
-        _validate.forward(q, k_cache, v_cache, options, kernels=False)
-    except ValueError as error:
-        raise in_words_of(error, seqused_k="cache_seqlens") from None
+    _validate.forward(q, k_cache, v_cache, options, kernels=False)
     sides = options.get("window_left", -1), options.get("window_right", -1)
     return bool(options.get("causal") or sides != (-1, -1) or options.get("attention_chunk"))
 
 
+@checked()
 @ranged("append_kv", k_new=0, k_cache=2)
 def append_kv(
     k_new: Tensor,
@@ -181,4 +182,6 @@ def append_kv(
         >>> torch.equal(v_cache[1, 10:13], v_new[1])
         True
     """
+    if not is_compiling():
+        argument_types("append_kv", options)
     torch.ops.fa.append_kv(k_new, v_new, k_cache, v_cache, cache_seqlens=cache_seqlens, **options)

@@ -280,7 +280,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
     device = q.device.type
     if torch.is_autocast_enabled(device):
         q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
-    odd = q.shape[-1] % 8 or v.shape[-1] % 8
+    odd = q.dim() and v.dim() and (q.shape[-1] % 8 or v.shape[-1] % 8)
     if device == "cuda" and odd and q.dtype == k.dtype == v.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             autograd.refuse_fp8(q=q, k=k, v=v)

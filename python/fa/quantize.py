@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa._checks import tensor_types
+from fa._types import checked
 
 FP8 = torch.float8_e4m3fn
 LARGEST = 448.0  # of e4m3
@@ -30,7 +31,11 @@ class QuantizedQkv:
     v: Tensor
     options: dict[str, Any] = field(default_factory=dict)  # descales, and blocks where there are
 
+    def __post_init__(self) -> None:
+        tensor_types(q=self.q, k=self.k, v=self.v)
 
+
+@checked()
 def quantize_qkv(
     q: Tensor,
     k: Tensor,
@@ -72,7 +77,6 @@ def quantize_qkv(
         >>> fa.attention(x.q, x.k, x.v, causal=True, **x.options).dtype
         torch.bfloat16
     """
-    tensor_types(q=q, k=k, v=v)
     _check(q, k, v, granularity, block_q, block_k)
     if hadamard:
         q, k = rotate(q), rotate(k)

@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fa._philox import dropped, keep_probability
+from fa._types import checked
 
 
+@checked()
 def attention(
     q: Tensor,
     k: Tensor,
@@ -69,8 +71,9 @@ def attention(
         packed [Hq, total_q].
 
     Raises:
-        ValueError: heads that do not divide, a window without a meaning, pages without lengths,
-            dropout without a seed.
+        TypeError: an argument of a wrong type.
+        ValueError: index tensors that are none, heads that do not divide, a window without a
+            meaning, pages without lengths, dropout without a seed.
 
     Example:
         >>> q, k, v = torch.randn(3, 1, 64, 2, 32)
@@ -80,6 +83,16 @@ def attention(
     """
     if page_table is not None and (seqused_k is None or cu_seqlens_k is not None):
         raise ValueError("page_table needs seqused_k, and excludes cu_seqlens_k.")
+    _whole_numbers(
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_k,
+        seqused_q=seqused_q,
+        seqused_k=seqused_k,
+        leftpad_k=leftpad_k,
+        kv_batch_idx=kv_batch_idx,
+        page_table=page_table,
+        philox_seed_offset=philox_seed_offset,
+    )
     heads_q, heads_k = q.shape[-2], k.shape[-2]
     if heads_k == 0 or heads_q % heads_k:
         raise ValueError(f"q has {heads_q} heads, not a multiple of k's {heads_k}.")
@@ -160,6 +173,22 @@ def visible(
     if chunk > 0:
         seen &= position.div(chunk, rounding_mode="floor") == key.div(chunk, rounding_mode="floor")
     return seen
+
+
+def _whole_numbers(**tensors: Tensor | None) -> None:
+    for name, t in tensors.items():
+        if t is None:
+            continue
+        short = "philox" in name and t.numel() != 2
+        if short or t.is_floating_point() or t.dim() != (2 if "page" in name else 1):
+            what = (
+                "rows of integers"
+                if "page" in name
+                else "two integers"
+                if short
+                else "a vector of integers"
+            )
+            raise ValueError(f"{name}: {list(t.shape)} {t.dtype} must be {what}.")
 
 
 def _sequences(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, ...]:

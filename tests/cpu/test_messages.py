@@ -302,7 +302,7 @@ def test_values_of_another_dtype_than_a_stored_cache() -> None:
         (LENGTHS.long(), {}, "torch.int64 is not torch.int32. Pass cache_seqlens.int()"),
         (LENGTHS.long(), ROTARY, "torch.int64 is not torch.int32. Pass cache_seqlens.int()"),
         (cu(3, 4, 5), {}, "shape [3] must be [2]"),
-        (cu(3, 21), {}, "entry 1 is 21, and sequence 1 of k has room for 20"),
+        (cu(3, 21), {}, "entry 1 is 21, and sequence 1 of k_cache has room for 20"),
         (-1, {}, "entry 0 is -1"),
     ],
     ids=["dtype", "dtype, rotated", "shape", "too long", "negative"],
@@ -397,7 +397,7 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     ),
     "half a key": (
         lambda: fa.attention(Q, K, V, window_size=(1.5, 0)),
-        "^window_left must be an integer, not float",
+        r"^window_size must be a pair \(left, right\) of integers or None, not \(1.5, 0\)",
     ),
     "a word as dtype": (
         lambda: fa.attention(Q, K, V, out_dtype="float16"),
@@ -410,7 +410,7 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     "explain": (lambda: fa.explain(Q, K, V, softmax_scale="small"), "^softmax_scale must be"),
     "a cache's lengths": (
         lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=[3, 4]),
-        "^cache_seqlens must be a torch.Tensor, not list. .*dtype=torch.int32",
+        "^cache_seqlens must be a torch.Tensor or an integer, not list. .*dtype=torch.int32",
     ),
     "a cache's pages": (
         lambda: fa.attention_kvcache(Q, K, V, cache_seqlens=LENGTHS, page_table=[[0], [1]]),
@@ -418,7 +418,7 @@ WRONG_TYPES: dict[str, tuple[Any, str]] = {
     ),
     "a cache's new keys": (
         lambda: fa.attention_kvcache(Q, K, V, [1], [2], cache_seqlens=LENGTHS),
-        "^k_new must be a torch.Tensor, not list",
+        "^k_new must be a torch.Tensor or None, not list",
     ),
     "a cache's packed queries": (
         lambda: fa.attention_kvcache(Q[0], K, V, cache_seqlens=LENGTHS, cu_seqlens_q=[0, 2, 16]),

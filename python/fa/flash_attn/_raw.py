@@ -12,17 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa._compat import contiguous, given, gradients_into, mask_options, maybe_contiguous
+from fa import _validate
+from fa._compat import (
+    DENSE,
+    WINDOW_SIDES,
+    contiguous,
+    given,
+    gradients_into,
+    mask_options,
+    maybe_contiguous,
+)
+from fa._types import checked
 from fa.flash_attn._alibi import lse_shift
 from fa.flash_attn._call import attend
 
 
+@checked(**DENSE, **WINDOW_SIDES)
 def _flash_attn_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
@@ -39,6 +50,7 @@ def _flash_attn_forward(
         )
 
 
+@checked(**WINDOW_SIDES, page_table="block_table")
 def _flash_attn_varlen_forward(
     q: Tensor,
     k: Tensor,
@@ -48,7 +60,7 @@ def _flash_attn_varlen_forward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int = -1,
     window_size_right: int = -1,
@@ -84,6 +96,7 @@ def _check_return_softmax(return_softmax: bool, dropout_p: float) -> None:
         )
 
 
+@checked(**DENSE, **WINDOW_SIDES, lse="softmax_lse", philox_seed_offset="rng_state")
 def _flash_attn_backward(
     dout: Tensor,
     q: Tensor,
@@ -95,7 +108,7 @@ def _flash_attn_backward(
     dk: Tensor | None,
     dv: Tensor | None,
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
@@ -123,6 +136,7 @@ def _flash_attn_backward(
     )
 
 
+@checked(**WINDOW_SIDES, lse="softmax_lse", philox_seed_offset="rng_state")
 def _flash_attn_varlen_backward(
     dout: Tensor,
     q: Tensor,
@@ -138,7 +152,7 @@ def _flash_attn_varlen_backward(
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window_size_left: int,
     window_size_right: int,
@@ -173,7 +187,7 @@ def _backward(
     tensors: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
     buffers: dict[str, Tensor | None],
     dropout_p: float,
-    softmax_scale: float,
+    softmax_scale: float | None,
     causal: bool,
     window: tuple[int, int],
     softcap: float,
@@ -198,6 +212,8 @@ def _backward(
                 f"rng_state: is None, and dropout_p is {dropout_p}. Pass what the forward returned."
             )
         options |= {"dropout_p": dropout_p, "philox_seed_offset": rng_state}
+    if alibi_slopes is not None:
+        _validate.forward(q, k, v, options, kernels=False)  # before their shapes are used
     shift = lse_shift(q, k, options)
     lse = lse if shift is None else lse - shift
     return gradients_into(dout, (q, k, v, out, lse), buffers, options)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fa._types import checked
+
 __all__ = [
     "index_first_axis",
     "index_first_axis_residual",
@@ -25,22 +27,26 @@ __all__ = [
 ]
 
 
+@checked()
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Returns rows `indices` (int64 [n]) of input [rows, ...]: [n, ...]."""
     return input.index_select(0, indices)
 
 
+@checked()
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """Returns [first_axis_dim, ...] with values [n, ...] in rows `indices` (int64 [n]), else 0."""
     rows = values.new_zeros(first_axis_dim, *values.shape[1:])
     return rows.index_copy(0, indices, values)
 
 
+@checked()
 def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (rows `indices` of input, input as a second branch), whose gradients add up."""
     return index_first_axis(input, indices), input.view_as(input)
 
 
+@checked()
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
@@ -64,6 +70,7 @@ def unpad_input(
     return tokens, places, cu_seqlens, longest, attention_mask.sum(-1, dtype=torch.int32)
 
 
+@checked()
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
@@ -86,6 +93,7 @@ def unpad_input_for_concatenated_sequences(
     return tokens, places, cu_seqlens, longest
 
 
+@checked()
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """The inverse of `unpad_input`.
 

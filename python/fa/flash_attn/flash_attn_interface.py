@@ -26,6 +26,11 @@ from torch import Tensor
 
 from fa._checks import tensor_types
 from fa._compat import (
+    CACHE,
+    DENSE,
+    PACKED_KV,
+    PACKED_QKV,
+    WINDOW,
     as_lengths,
     cached,
     contiguous,
@@ -36,6 +41,7 @@ from fa._compat import (
     packed_parts,
     splits,
 )
+from fa._types import checked
 from fa.flash_attn._call import attend, their_lse
 from fa.flash_attn._raw import (
     _flash_attn_backward,
@@ -67,6 +73,7 @@ def _result(
     return result[:3] if return_attn_probs else result[0]
 
 
+@checked(**DENSE, **WINDOW)
 def flash_attn_func(
     q: Tensor,
     k: Tensor,
@@ -93,6 +100,7 @@ def flash_attn_func(
     )
 
 
+@checked(**DENSE, **PACKED_QKV)
 def flash_attn_qkvpacked_func(
     qkv: Tensor,
     dropout_p: float = 0.0,
@@ -121,6 +129,7 @@ def flash_attn_qkvpacked_func(
     )
 
 
+@checked(**DENSE, **PACKED_KV)
 def flash_attn_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -150,6 +159,7 @@ def flash_attn_kvpacked_func(
     )
 
 
+@checked(**WINDOW, page_table="block_table", seqused_k="cu_seqlens_k")
 def flash_attn_varlen_func(
     q: Tensor,
     k: Tensor,
@@ -188,6 +198,13 @@ def flash_attn_varlen_func(
     )
 
 
+@checked(
+    **PACKED_QKV,
+    cu_seqlens_q="cu_seqlens",
+    cu_seqlens_k="cu_seqlens",
+    max_seqlen_q="max_seqlen",
+    max_seqlen_k="max_seqlen",
+)
 def flash_attn_varlen_qkvpacked_func(
     qkv: Tensor,
     cu_seqlens: Tensor,
@@ -225,6 +242,7 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
+@checked(**PACKED_KV)
 def flash_attn_varlen_kvpacked_func(
     q: Tensor,
     kv: Tensor,
@@ -265,6 +283,7 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
+@checked(**DENSE, **WINDOW, **CACHE, page_table="block_table")
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,

@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 import fa
+from fa._types import checked
 from fa.integrations.transformers import _PAGES
 
 __all__ = ["PagedCache", "PagedLayer", "Pages"]
@@ -42,7 +43,10 @@ class PagedLayer(CacheLayerMixin):
     is_sliding = False
     is_croppable = True
 
+    @checked()
     def __init__(self, page_size: int) -> None:
+        if page_size < 1:
+            raise ValueError(f"page_size: {page_size} must be at least 1.")
         super().__init__()
         self.page_size, self.length = page_size, 0
 
@@ -109,20 +113,24 @@ class PagedLayer(CacheLayerMixin):
         ids = torch.arange(table.numel(), dtype=torch.int32, device=self.device)
         self.table = ids.view(table.shape[1], table.shape[0]).T.contiguous()
 
+    @checked()
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """For beam search."""
         self._keep(beam_idx)
 
+    @checked()
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps the sequences `indices`."""
         self._keep(indices)
 
+    @checked()
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Every sequence `repeats` times."""
         if self.is_initialized:
             rows = torch.arange(self.table.shape[0])
             self._keep(rows.repeat_interleave(repeats))
 
+    @checked()
     def crop(self, tokens: int) -> None:
         """Forgets the newest -tokens tokens; a positive number is the length to keep."""
         self.length = max(0, self.length + tokens) if tokens < 0 else min(self.length, tokens)
@@ -152,6 +160,7 @@ class PagedLayer(CacheLayerMixin):
 class PagedCache(Cache):
     """Layers come into being as the model asks for them; page_size >= 1 keys a page."""
 
+    @checked()
     def __init__(self, page_size: int = 64) -> None:
         if page_size < 1:
             raise ValueError(f"page_size: {page_size} must be at least 1.")

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import fa
+from fa._types import checked
 
 __all__ = ["attention_forward", "attention_mask", "register"]
 
@@ -54,6 +55,7 @@ _NOTES = "_fa_padding"
 _PAGES = "_fa_pages"  # on the keys of a PagedCache: which pages are whose
 
 
+@checked()
 def register(name: str = "fa") -> str:
     """Makes attn_implementation=`name` run fa. Returns the name; calling it twice does no harm.
 
@@ -217,6 +219,7 @@ def _parts(function: Callable | None, custom: bool) -> Iterator[tuple[str, Any]]
 # The attention: once per layer
 
 
+@checked(q="query", k="key", v="value", sinks="s_aux", softmax_scale="scaling", dropout_p="dropout")
 def attention_forward(
     module: torch.nn.Module,
     query: Tensor,
