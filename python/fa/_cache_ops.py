@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fa import _backend, _cache, _validate_cache
+from fa import _backend, _cache, _validate_cache, autograd
 from fa._layout import empty_like_order
+from fa._raw import mapped, wants_gradient
 
 _CURE = 'Run it in torch operations on the GPU, with fa.backend("cpu").'
 
@@ -38,6 +39,7 @@ def _append_kv_cuda(*args: Tensor, **options: Any) -> None:
 
 def _append_kv_autograd(*args: Any, **options: Any) -> None:
     """What is written into a buffer has no gradient: refused, so that none is lost."""
+    autograd.refuse_forward_mode(*args, *options.values())
     if torch.is_grad_enabled():
         for name, t in (
             *zip(("k_new", "v_new", "k_cache", "v_cache"), args, strict=False),
@@ -87,27 +89,33 @@ def _apply_rotary_cuda(x: Tensor, cos: Tensor, sin: Tensor, **options: Any) -> T
 class _Rotary(torch.autograd.Function):
     """A rotation's transpose is the rotation by the negative angle."""
 
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
+        x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, interleaved: bool
     ) -> Tensor:
+        return torch.ops.fa._apply_rotary.default(
+            x, cos, sin, positions=positions, interleaved=interleaved
+        )
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        _, cos, sin, positions, ctx.interleaved = inputs
         ctx.save_for_backward(cos, sin, positions)
-        ctx.interleaved = interleaved
-        with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.fa.apply_rotary.default(
-                x, cos, sin, positions=positions, interleaved=interleaved
-            )
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise NotImplementedError(autograd.NO_TANGENTS)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         cos, sin, positions = ctx.saved_tensors
-        back = torch.ops.fa.apply_rotary.default(
-            grad, cos, -sin, positions=positions, interleaved=ctx.interleaved
-        )
+        back = rotary(grad, cos, -sin, positions=positions, interleaved=ctx.interleaved)
         return back, None, None, None, None
 
 
-def _apply_rotary_autograd(
+def rotary(
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -115,27 +123,29 @@ def _apply_rotary_autograd(
     positions: Tensor | None = None,
     interleaved: bool = False,
 ) -> Tensor:
+    """`fa::apply_rotary`: the raw operator, inside the autograd.Function where a gradient is."""
+    _validate_cache.rotary(x, cos, sin, positions)
+    autograd.refuse_forward_mode(x, cos, sin)
     if torch.is_grad_enabled():
         for name, t in (("cos", cos), ("sin", sin)):
-            if t.requires_grad:
+            if wants_gradient(t):
                 raise NotImplementedError(
                     f"{name}: requires_grad is True, and the rotary embedding has no gradient for "
                     f"its tables. Pass {name}.detach()."
                 )
-        if x.requires_grad:
+        if x.requires_grad or mapped():
             return _Rotary.apply(x, cos, sin, positions, interleaved)
-    with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.fa.apply_rotary.default(
-            x, cos, sin, positions=positions, interleaved=interleaved
-        )
+    return torch.ops.fa._apply_rotary.default(
+        x, cos, sin, positions=positions, interleaved=interleaved
+    )
 
 
 def register(library: torch.library.Library) -> None:
     library.impl("append_kv", _append_kv, "CPU")
     library.impl("append_kv", _append_kv_cuda, "CUDA")
     library.impl("append_kv", _append_kv_autograd, "Autograd")
-    library.impl("apply_rotary", _apply_rotary, "CPU")
-    library.impl("apply_rotary", _apply_rotary_cuda, "CUDA")
-    library.impl("apply_rotary", _apply_rotary_autograd, "Autograd")
+    library.impl("_apply_rotary", _apply_rotary, "CPU")
+    library.impl("_apply_rotary", _apply_rotary_cuda, "CUDA")
+    library.impl("apply_rotary", rotary, "CompositeImplicitAutograd")
     torch.library.register_fake("fa::append_kv", _append_kv_fake, lib=library)
-    torch.library.register_fake("fa::apply_rotary", _apply_rotary_fake, lib=library)
+    torch.library.register_fake("fa::_apply_rotary", _apply_rotary_fake, lib=library)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor
 
 # The C++ functions behind the operators, without the two Python frames around them. Set by `bind`,
 # for this module is imported before the operators are defined.
@@ -35,6 +36,18 @@ def mapped() -> bool:
         return False
     levels = torch._C._functorch.get_interpreter_stack() or []
     return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
+
+
+def seen(t: Tensor) -> Tensor:
+    """What a tensor of vmap is made of: the tensor itself tells of no gradient and no tangent."""
+    while is_batchedtensor(t):
+        t = get_unwrapped(t)
+    return t
+
+
+def wants_gradient(t: Tensor) -> bool:
+    """Whether a gradient for t is asked for, also where vmap hides it."""
+    return t.requires_grad or (transformed() and seen(t).requires_grad)
 
 
 def bind() -> None:

@@ -32,6 +32,10 @@ _BACKWARD = (
     "Tensor? dlse=None, ScalarType? grad_dtype=None"
 )
 
+_ROTARY = (
+    "(Tensor x, Tensor cos, Tensor sin, *, Tensor? positions=None, bool interleaved=False) "
+    "-> Tensor"
+)
 SCHEMAS: dict[str, str] = {
     "_forward": f"({_FORWARD}) -> (Tensor out, Tensor lse)",
     # The common call with few arguments: torch spends about 0.2 microseconds on each that a schema
@@ -66,10 +70,8 @@ SCHEMAS: dict[str, str] = {
         "Tensor? rotary_cos=None, Tensor? rotary_sin=None, bool rotary_interleaved=False, "
         "Tensor? kv_batch_idx=None, Tensor? leftpad_k=None, Tensor? rotary_seqlens=None) -> ()"
     ),
-    "apply_rotary": (
-        "(Tensor x, Tensor cos, Tensor sin, *, Tensor? positions=None, bool interleaved=False) "
-        "-> Tensor"
-    ),
+    "apply_rotary": _ROTARY,
+    "_apply_rotary": _ROTARY,
     # What libfa_torch.so asks when its checks refuse a call: the sentence, as UTF-8 bytes.
     "_refusal": f"({_FORWARD}, Tensor? out=None, Tensor? lse=None) -> Tensor",
     # The torch implementation on whatever device the tensors are: fa.backend("cpu") on a GPU.

@@ -15,7 +15,7 @@ from torch._C._functorch import unwrap_if_dead
 
 from fa import _backend, _sharding, cpu
 from fa._ranges import ranged
-from fa._raw import raw, raw_backward, transformed
+from fa._raw import raw, raw_backward, seen, transformed, wants_gradient
 
 # Options that are tensors and have no gradient.
 INDEX_OPTIONS = (
@@ -35,7 +35,7 @@ CONSTANT_OPTIONS = (
     "philox_seed_offset",
 )
 TENSOR_OPTIONS = (*INDEX_OPTIONS, *CONSTANT_OPTIONS)
-_NO_TANGENTS = (
+NO_TANGENTS = (
     "fa: forward-mode differentiation is not supported: an input carries a tangent. "
     "Use reverse mode (backward, torch.func.vjp), or fa.reference.attention."
 )
@@ -45,7 +45,7 @@ def refuse_constants(options: dict[str, Any]) -> None:
     """NotImplementedError if an option without a gradient requires one."""
     for name in CONSTANT_OPTIONS:
         t = options.get(name)
-        if t is not None and t.requires_grad:
+        if t is not None and wants_gradient(t):
             raise NotImplementedError(
                 f"{name}: requires_grad is True, and attention has no gradient for {name}. "
                 f"Pass {name}.detach()."
@@ -70,8 +70,8 @@ def refuse_forward_mode(*values: object) -> None:
     if forward_ad._current_level < 0:
         return
     for t in values:
-        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
-            raise NotImplementedError(_NO_TANGENTS)
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(seen(t)).tangent is not None:
+            raise NotImplementedError(NO_TANGENTS)
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -194,7 +194,7 @@ class TransformedAttention(Attention):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENTS)
+        raise NotImplementedError(NO_TANGENTS)
 
 
 def apply(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -233,7 +233,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:
-        raise NotImplementedError(_NO_TANGENTS)
+        raise NotImplementedError(NO_TANGENTS)
 
     @staticmethod
     @once_differentiable

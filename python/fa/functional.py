@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from fa import ops
+from fa import _cache_ops, ops
 from fa._checks import layouts, tensor_types
 from fa._ranges import ranged
-from fa._raw import raw, transformed, unwatched
+from fa._raw import mapped, raw, transformed, unwatched
 from fa._types import checked, fits, require
 from fa._validate_types import argument_types, in_our_words
+from fa.autograd import refuse_forward_mode
 
 _FORWARD = torch.ops.fa.forward
 _PACKET_CALL = type(_FORWARD).__call__
@@ -79,6 +80,8 @@ class ForwardOutPacket(type(_FORWARD)):  # type: ignore[misc]
     def __call__(self, /, *args: Any, **options: Any) -> None:
         if is_compiling():
             return _PACKET_CALL(self, *args, **options)
+        refuse_forward_mode(*args, *options.values())
+        _refuse_vmap("forward_out")
         if _grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (*args, *options.values())
         ):
@@ -104,13 +107,31 @@ class TypedPacket(type(_FORWARD)):  # type: ignore[misc]
     def __call__(self, /, *args: Any, **options: Any) -> Any:
         if is_compiling():
             return _PACKET_CALL(self, *args, **options)
+        name = self._qualified_op_name.removeprefix("fa::")
+        if name in ("backward_out", "append_kv"):
+            _refuse_vmap(name)
         try:
+            if transformed() and name in _SEEN_INSIDE:
+                return _SEEN_INSIDE[name](*args, **options)
             return _PACKET_CALL(self, *args, **options)
         except RuntimeError as error:
             wrong = in_our_words(error)
             if wrong is None:
                 raise
             raise wrong from None
+
+
+# Composite operators: torch.func's transforms must see what they are made of.
+_SEEN_INSIDE: dict[str, Any] = {"combine": ops.combine, "apply_rotary": _cache_ops.rotary}
+
+
+def _refuse_vmap(name: str) -> None:
+    """What vmap knows of an operator is a loop over it, which cannot write into buffers."""
+    if mapped():
+        raise NotImplementedError(
+            f"fa::{name}: called under torch.vmap, which has no rule for what is written into a "
+            "buffer. Call it outside of vmap, with the mapped dimension as a part of the batch."
+        )
 
 
 _FORWARD.__class__ = ForwardPacket
@@ -335,8 +356,7 @@ def combine(
     """
     outs, lses = _stacked("outs", outs), _stacked("lses", lses)
     options = {} if out_dtype is None else {"out_dtype": out_dtype}
-    call = ops.combine if transformed() else torch.ops.fa.combine
-    return call(outs, lses, **options)
+    return torch.ops.fa.combine(outs, lses, **options)
 
 
 def _stacked(name: str, parts: Any) -> Tensor:

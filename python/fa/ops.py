@@ -388,6 +388,7 @@ def _below_autograd(name: str) -> Any:
     overload = getattr(torch.ops.fa, name).default
 
     def refuse(*args: Any, **options: Any) -> Any:
+        autograd.refuse_forward_mode(*args, *options.values())
         if torch.is_grad_enabled() and any(
             isinstance(t, Tensor) and t.requires_grad for t in (*args, *options.values())
         ):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fa._checks import tensor_types
+from fa._raw import transformed
 from fa._types import checked
 
 FP8 = torch.float8_e4m3fn
@@ -187,6 +188,7 @@ def _divide(x: Tensor, factor: Tensor) -> Tensor:
 
     The largest quotient is 448 but for the rounding of the division, which e4m3 does not see.
     """
-    if x.requires_grad and torch.is_grad_enabled():  # no `out` then; the attention refuses it
+    # Neither autograd nor torch.func's transforms know of `out`; the attention refuses a gradient.
+    if transformed() or (x.requires_grad and torch.is_grad_enabled()):
         return (x.float() / factor).to(FP8)
     return torch.div(x, factor, out=torch.empty_like(x, dtype=FP8))

@@ -213,14 +213,8 @@ def test_what_is_refused_is_refused_in_a_sentence_about_own_arguments(label: str
                 assert by_shape and label.startswith(SHAPES_BY_TORCH), f"{label}({name}={what})"
 
 
-KINDS_OF_VALUE = {
-    "float": (float,),
-    "bool": (bool,),
-    "int": (int,),
-    "torch.dtype": (torch.dtype,),
-    "str": (str,),
-    "Tensor": (Tensor,),
-}
+TYPES = {"float": float, "bool": bool, "int": int, "dtype": torch.dtype, "str": str}
+TYPES["Tensor"] = Tensor
 
 
 @pytest.mark.parametrize("label", CASES)
@@ -229,9 +223,9 @@ def test_a_value_of_a_wrong_type_is_never_accepted(label: str) -> None:
     for name, right in given.items():
         if isinstance(right, tuple):  # a window is a pair of either kind
             continue
-        kind = next(k for k, types in KINDS_OF_VALUE.items() if isinstance(right, types))
+        kind = next(name for name, own in TYPES.items() if isinstance(right, own))
         for what, value in WRONG.items():
-            fits = value is None or isinstance(value, KINDS_OF_VALUE[kind])
+            fits = value is None or isinstance(value, TYPES[kind])
             number = kind in ("float", "bool") and what in ("a number", "a scalar")
             length = name == "cache_seqlens" and what == "a number"
             if (fits or number or length) and (kind, what) != ("int", "a bool"):
