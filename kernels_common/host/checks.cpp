@@ -327,4 +327,35 @@ fa_status check_gradients(const fa_params& p, const Extents& e, DataCheck data) 
   return FA_OK;
 }
 
+fa_status check_apart(Op op, const fa_params& p, const Extents& e) {
+  const fa_gradients& g = p.grad;
+  const bool backward = op == Op::kBackward;
+  struct Named {
+    const char* name;
+    const void* data;
+    bool written;
+  };
+  // Slices of one larger tensor begin apart, so that only whole ones are found; which is what a
+  // caller gets wrong.
+  const Named tensors[] = {
+      {"q", e.q.empty() ? nullptr : p.q.data, false},
+      {"k", e.k.empty() ? nullptr : p.k.data, false},
+      {"v", e.v.empty() ? nullptr : p.v.data, false},
+      {"out", e.out.empty() ? nullptr : p.out.data, !backward},
+      {"dout", backward && !e.out.empty() ? g.dout.data : nullptr, false},
+      {"dq", backward && !e.q.empty() ? g.dq.data : nullptr, true},
+      {"dk", backward && !e.k.empty() ? g.dk.data : nullptr, true},
+      {"dv", backward && !e.v.empty() ? g.dv.data : nullptr, true},
+  };
+  for (const Named& written : tensors)
+    for (const Named& other : tensors)
+      if (written.written && &written != &other && written.data != nullptr &&
+          written.data == other.data)
+        return fail(FA_ERROR_INVALID,
+                    "%s: begins at the address of %s, %p, and would be written while that is in "
+                    "use. Pass memory of its own.",
+                    written.name, other.name, written.data);
+  return FA_OK;
+}
+
 }  // namespace fa

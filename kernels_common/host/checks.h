@@ -35,4 +35,7 @@ fa_status check_tensors(const fa_params& params, const Extents& extents, DataChe
 // it reads.
 fa_status check_gradients(const fa_params& params, const Extents& extents, DataCheck data);
 
+// No two of the tensors that a call writes begin at one address, nor at that of one it reads.
+fa_status check_apart(Op op, const fa_params& params, const Extents& extents);
+
 }  // namespace fa

@@ -181,6 +181,7 @@ fa_status make_problem(Op op, const fa_params* params, DataCheck data, Problem* 
   const Extents extents = extents_of(p);
   FA_TRY(check_tensors(p, extents, data));
   if (op == Op::kBackward) FA_TRY(check_gradients(p, extents, data));
+  if (data == DataCheck::kRequired) FA_TRY(check_apart(op, p, extents));
   problem->op = op;
   fill_tensors(p, extents, *problem);
   fill_meaning(p, *problem);

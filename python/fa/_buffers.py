@@ -34,6 +34,8 @@ def outputs(
             f"out_dtype: {wanted} differs from the dtype of out, {out.dtype}. Leave out_dtype away."
         )
     _buffer("lse", lse, lse_shape(q, options), (acc,), q)
+    for name, t in (("out", out), ("lse", lse)):
+        _written(name, t)
     if kernels and lse.shape[-1] > 1 and lse.stride(-1) != 1:
         raise ValueError(
             f"lse: the stride of its last dimension is {lse.stride(-1)}, and kernels write rows "
@@ -58,6 +60,15 @@ def _buffer(
         raise ValueError(f"{name}: dtype {t.dtype} must be {names}.")
     if t.device != q.device:
         raise ValueError(f"{name}: is on {t.device} and q on {q.device}. Move it.")
+
+
+def _written(name: str, t: Tensor) -> None:
+    for dim, (size, stride) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            raise ValueError(
+                f"{name}: dimension {dim} is expanded (stride 0), so that its elements cannot be "
+                "written apart. Pass a tensor that owns its memory."
+            )
 
 
 def backward(
@@ -98,11 +109,29 @@ def gradient_buffers(
     acc = lse_dtype(q.dtype)
     for name, t, like in (("dq", dq, q), ("dk", dk, k), ("dv", dv, v)):
         _buffer(name, t, tuple(like.shape), (q.dtype, acc), q)
+        _written(name, t)
         wanted = options.get("grad_dtype")
         if wanted is not None and t.dtype != wanted:
             raise ValueError(
                 f"grad_dtype: {wanted} differs from the dtype of {name}, {t.dtype}. "
                 "Leave grad_dtype away."
+            )
+
+
+def apart(inputs: dict[str, Tensor], **written: Tensor) -> None:
+    """No two buffers begin at one address, nor at that of an input. Of real tensors only.
+
+    Slices of one larger tensor begin apart.
+    """
+    places: dict[int, str] = {}
+    for name, t in (*inputs.items(), *written.items()):
+        if t.numel() == 0:
+            continue
+        other = places.setdefault(t.data_ptr(), name)
+        if other != name and name in written:
+            raise ValueError(
+                f"{name}: begins at the address of {other}, and would be written while that is in "
+                "use. Pass memory of its own."
             )
 
 

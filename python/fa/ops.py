@@ -92,6 +92,7 @@ def _forward_out_torch(
     _validate.forward(q, k, v, options, kernels=False)
     _buffers.outputs(q, k, v, options, out, lse, kernels=False)
     _validate.contents(q, k, options)
+    _buffers.apart({"q": q, "k": k, "v": v}, out=out, lse=lse)
     options["out_dtype"] = out.dtype
     with _exactly(q):
         result, result_lse = cpu.forward(q, k, v, **_meaning(options))
@@ -129,7 +130,10 @@ def _backward_out(
     accumulate: bool = False,
     **options: Any,
 ) -> Tensor:
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=False)
     _buffers.gradient_buffers(q, k, v, options, dq, dk, dv)
+    inputs = {"q": q, "k": k, "v": v, "dout": dout, "out": out, "lse": lse}
+    _buffers.apart(inputs, dq=dq, dk=dk, dv=dv)
     buffers = (dq, dk, dv)
     # Sums are added before they are rounded.
     options["grad_dtype"] = lse_dtype(q.dtype) if accumulate else dq.dtype
@@ -250,9 +254,22 @@ def _backward_kernel_fake(
 
 
 def _backward_out_fake(
-    dout: Tensor, q: Tensor, *args: Tensor, sinks: Tensor | None = None, **options: Any
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    *,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    accumulate: bool = False,
+    **options: Any,
 ) -> Tensor:
-    return _dsinks_fake(q, sinks)
+    _buffers.backward(dout, q, k, v, out, lse, options, kernels=False)
+    _buffers.gradient_buffers(q, k, v, options, dq, dk, dv)
+    return _dsinks_fake(q, options.get("sinks"))
 
 
 def _dsinks_fake(q: Tensor, sinks: Tensor | None) -> Tensor:
@@ -279,7 +296,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Te
         )
     device = q.device.type
     if torch.is_autocast_enabled(device):
-        q, k, v = (_autocast(t, torch.get_autocast_dtype(device)) for t in (q, k, v))
+        dtype = torch.get_autocast_dtype(device)
+        q, k, v = (_autocast(t, dtype) for t in (q, k, v))
+        sinks = options.get("sinks")
+        if isinstance(sinks, Tensor) and sinks.dtype != torch.float32:
+            options["sinks"] = _autocast(sinks, dtype)
     odd = q.dim() and v.dim() and (q.shape[-1] % 8 or v.shape[-1] % 8)
     if device == "cuda" and odd and q.dtype == k.dtype == v.dtype:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):

@@ -94,10 +94,38 @@ void plans_are_logged_once() {
   expect_contains(text, "sm90_fwd_bf16_d128_band");
 }
 
+// What a call writes has memory of its own; inputs may share theirs, and slices of one tensor begin
+// apart.
+void outputs_begin_apart() {
+  const auto check = [](const Call& call, Op op, const char* sentence) {
+    Problem problem;
+    const fa_status status = make_problem(op, &call.params, DataCheck::kRequired, &problem);
+    expect_equal(status, sentence == nullptr ? FA_OK : FA_ERROR_INVALID, "status");
+    if (sentence != nullptr) expect_contains(last_error(), sentence);
+  };
+  Call forward = Call(2, 512, 512, 8, 8, 128).h200();
+  forward.params.v.data = forward.params.k.data;
+  check(forward, Op::kForward, nullptr);
+  forward.params.out.data = forward.params.q.data;
+  check(forward, Op::kForward, "out: begins at the address of q, 0x10000, and would be written");
+  forward.params.shape.seqlen_q = 0;
+  check(forward, Op::kForward, nullptr);
+  const Call good = Call(2, 512, 512, 8, 8, 128).h200().backward();
+  Call backward = good;
+  backward.params.grad.dout.data = backward.params.out.data;
+  check(backward, Op::kBackward, nullptr);
+  backward.params.grad.dk.data = backward.params.grad.dv.data;
+  check(backward, Op::kBackward, "dk: begins at the address of dv");
+  backward = good;
+  backward.params.grad.dq.data = backward.params.grad.dout.data;
+  check(backward, Op::kBackward, "dq: begins at the address of dout");
+}
+
 }  // namespace
 
 int main() {
   masks_keep_their_meaning();
+  outputs_begin_apart();
   plans_are_logged_once();
   return report("problem_test");
 }

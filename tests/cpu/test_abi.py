@@ -379,8 +379,10 @@ def test_planning_needs_a_device_or_its_sizes(library: ctypes.CDLL) -> None:
     with pytest.raises(RuntimeError, match=r"sm_count and smem_limit \(H200: 90, 132, 232448"):
         _lib.workspace_size(_lib.FORWARD, call())
     q = torch.zeros(2, 16, 4, 64, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="sm_count and smem_limit"):
+    with pytest.raises(ValueError, match="out: begins at the address of q"):
         _lib.forward(_abi.params_from_tensors(q, q, q, q, **H200))
+    with pytest.raises(RuntimeError, match="sm_count and smem_limit"):
+        _lib.forward(_abi.params_from_tensors(q, q, q, q.clone(), **H200))
 
 
 def test_kernels_are_described(library: ctypes.CDLL, request: pytest.FixtureRequest) -> None:
