@@ -315,3 +315,37 @@ def test_f99_splits_stay_in_their_buffers() -> None:
     assert torch.equal(out, fa.attention(q, k, v, num_splits=1))
     assert (room[:, 0] == 7).all() and (room[:, 5] == 7).all()
     assert (lses[:, 0] == 7).all() and (lses[:, 9] == 7).all()
+
+
+def test_f95_a_packed_lse_inside_a_larger_buffer() -> None:
+    """300 rows in a buffer of 512, whose LSE is a part of something wider."""
+    q, k, v = (draw(512, n, 64, seed=i) for i, n in enumerate((4, 2, 2)))
+    ends = {f"cu_seqlens_{side}": ints(0, 100, 300) for side in "qk"}
+    out, lse = torch.ops.fa.forward(q, k, v, causal=True, **ends)
+    wide = torch.full((4, 2, 600), math.nan)
+    parts = [wide[:, n, :512].copy_(t) for n, t in enumerate((lse, torch.ones_like(lse)))]
+    want = torch.ops.fa.backward(
+        out, q, k, v, out, lse, dlse=torch.ones_like(lse), causal=True, **ends
+    )
+    got = torch.ops.fa.backward(out, q, k, v, out, parts[0], dlse=parts[1], causal=True, **ends)
+    for a, b in zip(got, want, strict=True):
+        assert torch.equal(a, b)
+    assert all((t[300:] == 0).all() for t in got[:3])
+
+
+def test_f101_expanded_slopes_and_sinks_when_compiled() -> None:
+    q, k = draw(2, 40, 4, 64).float(), draw(2, 70, 4, 64, seed=1).float()
+    slopes, sink = torch.rand(1, 4).expand(2, 4), torch.zeros(1, requires_grad=True)
+
+    def loss(q: Tensor, sink: Tensor) -> Tensor:
+        more = {"alibi_slopes": slopes, "sinks": sink.expand(4)}
+        return fa.attention(q, k, k, causal=True, **more).square().sum()
+
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    inputs = (q.requires_grad_(), sink)
+    for a, b in zip(
+        torch.autograd.grad(compiled(*inputs), inputs),
+        torch.autograd.grad(loss(*inputs), inputs),
+        strict=True,
+    ):
+        assert torch.equal(a, b) and (a != 0).any()

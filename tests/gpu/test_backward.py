@@ -286,6 +286,33 @@ def test_dlse_of_every_stride(backend: str) -> None:
 
 
 @gradients.each_backend()
+def test_f95_a_packed_lse_inside_a_larger_buffer(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cudnn-frontend PR#462: the workspace of one layout of the LSE, used with another."""
+    inputs = replace(ONE, batch=1, q=(100, 200), k=(150, 150), slack_q=212).make(DEVICE)
+    out, lse = gradients.forward(inputs)
+    want = gradients.call_guarded(inputs, backend, out, lse, deterministic=True)
+    real, held = torch.empty, []
+
+    def guarded(*size: int, **options: object) -> Tensor:
+        if options.get("dtype") is not torch.uint8:
+            return real(*size, **options)
+        held.append(torch.full((size[0] + 1024,), 171, dtype=torch.uint8, device=DEVICE))
+        return held[-1][512:-512]
+
+    wide = torch.full((4, 2, 600), math.nan, device=DEVICE)
+    strided = wide[:, 0, : lse.shape[1]].copy_(lse)
+    inputs.dlse = wide[:, 1, : lse.shape[1]].copy_(inputs.dlse)
+    monkeypatch.setattr(torch, "empty", guarded)
+    got = gradients.call_guarded(inputs, backend, out, strided, deterministic=True)
+    assert ON_CPU or backend == "cpu" or held, "kernels of the backward need a workspace"
+    assert all((t[:512] == 171).all() and (t[-512:] == 171).all() for t in held)
+    for name in gradients.GRADIENTS:
+        assert_bitwise(name, getattr(got, name), getattr(want, name))
+
+
+@gradients.each_backend()
 def test_refused_calls_touch_no_gradient(backend: str) -> None:
     inputs = replace(ONE, dlse=False).make(DEVICE)
     out, lse = gradients.forward(inputs)
