@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fa import _abi, _backend, _buffers, _lib, _validate
-from fa._layout import empty_like_order, out_dtypes
+from fa._layout import empty_like_order, out_dtypes, pad_head_dim
 
 _WORKSPACE = 3  # FA_ERROR_WORKSPACE
 
@@ -86,7 +86,7 @@ def by_kernel(
     try:
         dq, dk, dv, dsinks = kernel(q, k, v, **options, out=out, lse=lse, dout=dout)
     except RuntimeError as error:
-        if not str(error).startswith(("fa: left to Python", "fa: not supported")):
+        if not str(error).startswith(("fa: left to Python", "fa: not supported", "fa: pad")):
             raise
         return None
     return dq, dk, dv, _in_dtype_of(options.get("sinks"), dsinks)
@@ -107,13 +107,36 @@ def _backward_checked(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Every check, with its sentence, and the calls that need a copy of something."""
     _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
-    check_padding(q, v)
+    if q.shape[-1] % 8 or v.shape[-1] % 8:
+        return _backward_padded(dout, q, k, v, out, lse, options)
     index = options.pop("kv_batch_idx", None)
     if index is not None:
         return _backward_indexed(dout, q, k, v, out, lse, index, options)
     dtype = options.pop("grad_dtype", None)
     dq, dk, dv = (empty_like_order(t, t.shape, dtype) for t in (q, k, v))
     dsinks = _backward(dout, q, k, v, out, lse, dq, dk, dv, False, options)
+    return dq, dk, dv, dsinks
+
+
+def _backward_padded(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Head dims filled up with zeros, as fa::forward does it; their gradients are cut off again."""
+    dtype = options.get("grad_dtype")
+    if options.get("softmax_scale") is None:
+        options["softmax_scale"] = q.shape[-1] ** -0.5
+    wide = [pad_head_dim(t) for t in (dout, q, k, v, out)]
+    *found, dsinks = _backward_checked(wide[0], wide[1], wide[2], wide[3], wide[4], lse, options)
+    dq, dk, dv = (
+        empty_like_order(t, t.shape, dtype).copy_(grad[..., : t.shape[-1]])
+        for t, grad in zip((q, k, v), found, strict=True)
+    )
     return dq, dk, dv, dsinks
 
 
@@ -161,7 +184,6 @@ def backward_out(
     """`fa::backward_out` for CUDA tensors: kernels write, or add to, the buffers themselves."""
     _buffers.backward(dout, q, k, v, out, lse, options, kernels=True)
     _buffers.gradient_buffers(q, k, v, options, dq, dk, dv)
-    check_padding(q, v)
     options.pop("grad_dtype", None)
     return _backward(dout, q, k, v, out, lse, dq, dk, dv, accumulate, options)
 

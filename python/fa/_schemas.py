@@ -91,11 +91,14 @@ MEANINGS: dict[str, str] = {
         "gradient: an input that requires one is refused."
     ),
     "backward": (
-        "The gradients of a forward with the same options, from what it returned; dlse None is 0. "
-        "dsinks has no elements where there are no sinks."
+        "The gradients of a forward with the same options, from what it returned: dq, dk and dv in "
+        "q's dtype or grad_dtype (fp32), dense in the dimension orders of q, k and v; dsinks in "
+        "the dtype of the sinks, [0] where there are none. dout is in q's dtype or fp32, of any "
+        "strides; dlse is like lse, None is 0. An input that requires a gradient is refused."
     ),
     "backward_out": (
-        "The same into buffers of the caller; with accumulate, sums are added to what these hold."
+        "The same into buffers of the caller, each in q's dtype or fp32, of memory of its own; "
+        "with accumulate, sums in fp32 are added to what these hold. Returns dsinks, of this call."
     ),
     "combine": (
         "Merges attention over disjoint sets of keys: out_partial [n, B, Sq, Hq, Dv] and "
@@ -108,6 +111,6 @@ MEANINGS: dict[str, str] = {
     ),
     "apply_rotary": (
         "Turns the first 2 m dims of x [B, S, H, D] (packed [total, H, D]) by the tables cos and "
-        "sin [positions, m]. Differentiable in x."
+        "sin [positions, m]. Differentiable in x. Torch operations so far, as append_kv."
     ),
 }

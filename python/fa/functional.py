@@ -238,12 +238,14 @@ def attention(
 
     Returns:
         out [B, Sq, Hq, Dv] in q's dtype (bfloat16 for float8_e4m3fn), dense in q's dimension
-            order; or (out, lse).
+            order; or (out, lse). Both have a gradient.
 
     Raises:
         TypeError, ValueError: a wrong type, dtype, shape, stride, device or value; the message
             names the argument, its value, and what is allowed.
-        NotImplementedError: no kernel row covers the call; the message lists the nearest ones.
+        NotImplementedError: no kernel row covers the call; the message lists the nearest ones. A
+            gradient that does not exist: of float8_e4m3fn inputs, alibi_slopes and descales, of a
+            gradient, in forward mode.
         ImportError: CUDA tensors, and libfa.so is missing; with the command that builds it.
         RuntimeError: a CUDA call failed, or the build has no kernel for this GPU.
 

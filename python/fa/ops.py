@@ -185,7 +185,8 @@ def _backward_cuda(*args: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tenso
 
 
 def _backward_out_cuda(*args: Tensor, **options: Any) -> Tensor:
-    torch_sums = _on_torch() or options.get("kv_batch_idx") is not None
+    odd = args[1].shape[-1] % 8 or args[3].shape[-1] % 8
+    torch_sums = _on_torch() or odd or options.get("kv_batch_idx") is not None
     return (_backward_out if torch_sums else _cuda.backward_out)(*args, **options)
 
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import (
 )
 
 import fa
-from fa import cpu
+from fa import _cuda, cpu
 
 OPS = torch.ops.fa
 INT = torch.int32
@@ -229,6 +229,36 @@ def test_outputs_over_inputs_are_refused(which: str) -> None:
     ):
         OPS.forward_out(q, k, q, **given)
     assert torch.equal(q, kept)
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("grad_dtype", [None, torch.float32])
+def test_odd_head_dims_are_padded_for_kernels(
+    grad_dtype: torch.dtype | None, indexed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fa::backward does with a CUDA tensor, up to the launch."""
+
+    def launched(*args: Any) -> Tensor:
+        *call, dq, dk, dv, accumulate, options = args
+        assert call[1].shape[-1] == 24 and call[3].shape[-1] == 16 and not accumulate
+        assert all(t.stride(-1) == 1 and t.stride(-2) % 8 == 0 for t in (dq, dk, dv))
+        found = OPS.backward(*call, **options, grad_dtype=dq.dtype)
+        for buffer, grad in zip((dq, dk, dv), found, strict=False):
+            buffer.copy_(grad)
+        return found[3]
+
+    q, k, v = (draw(2, n, h, d).bfloat16() for n, h, d in ((9, 4, 17), (12, 2, 17), (12, 2, 12)))
+    q = q.transpose(1, 2).contiguous().transpose(1, 2)
+    options: dict[str, Any] = {"causal": True, "sinks": draw(4)}
+    options |= {"kv_batch_idx": ints(1, 1)} if indexed else {}
+    out, lse = OPS.forward(q, k, v, **options)
+    dout = draw(2, 9, 4, 12).bfloat16()
+    want = OPS.backward(dout, q, k, v, out, lse, grad_dtype=grad_dtype, **options)
+    monkeypatch.setattr(_cuda, "_backward", launched)
+    got = _cuda.backward(dout, q, k, v, out, lse, grad_dtype=grad_dtype, **options)
+    for a, b in zip(got, want, strict=True):
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert (a.float() - b.float()).abs().max() < 2e-2
 
 
 # ---- rows without a key --------------------------------------------------------------------------
