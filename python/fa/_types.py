@@ -95,6 +95,11 @@ def _kinds(annotation: object) -> tuple[tuple[str, ...], bool] | None:
     return (kinds, "None" in parts) if all(kind in WORDS for kind in kinds) else None
 
 
+def _usual(kinds: tuple[str, ...], none: bool) -> frozenset[type]:
+    types = {exact for kind in kinds for exact in _EXACT[kind]}
+    return frozenset(types | {type(None)} if none else types)
+
+
 def checked(
     **names: str,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
@@ -108,7 +113,9 @@ def checked(
         parameters = inspect.signature(function).parameters.values()
         found = {p.name: _kinds(p.annotation) for p in parameters}
         allowed = {name: kinds for name, kinds in found.items() if kinds is not None}
-        order = tuple(found)
+        # What most calls pass costs a look at the type alone.
+        usual = {name: _usual(*kinds) for name, kinds in allowed.items()}
+        order = tuple((name, usual.get(name)) for name in found)
 
         def check(name: str, value: object) -> None:
             kinds, none = allowed[name]
@@ -120,8 +127,11 @@ def checked(
         def call(*args: P.args, **options: P.kwargs) -> R:
             if is_compiling():
                 return function(*args, **options)
-            for name, value in (*zip(order, args, strict=False), *options.items()):
-                if name in allowed:
+            for (name, types), value in zip(order, args, strict=False):
+                if types is not None and type(value) not in types:
+                    check(name, value)
+            for name, value in options.items():
+                if name in usual and type(value) not in usual[name]:
                     check(name, value)
             try:
                 return function(*args, **options)
