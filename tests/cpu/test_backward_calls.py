@@ -182,6 +182,39 @@ def test_accumulated_twice_is_the_sum_and_sinks_are_returned() -> None:
     assert all(torch.equal(dsinks, want[3]) for dsinks in found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_ring_attention(dtype: torch.dtype) -> None:
+    """Four ranks, causal: each merges what it sees of the others' keys, and its backward takes the
+    merged out and LSE for every part; dQ adds up in fp32 and is rounded once.
+    """
+    ranks, rows = 4, 16
+    q, k, v, dout = (draw(1, ranks * rows, h, 32, seed=h).to(dtype) for h in (4, 2, 2, 4))
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    own = [slice(rows * n, rows * (n + 1)) for n in range(ranks)]
+    dk, dv = (torch.zeros_like(t, dtype=wide) for t in (k, v))
+    outs, dqs = [], []
+    for n in range(ranks):
+        seen = [(own[m], {"causal": m == n}) for m in range(n + 1)]
+        parts = [OPS.forward(q[:, own[n]], k[:, s], v[:, s], out_dtype=wide, **o) for s, o in seen]
+        out, lse = fa.combine([o for o, _ in parts], [x for _, x in parts])
+        dq = torch.zeros_like(q[:, own[n]], dtype=wide)
+        for s, o in seen:
+            call = (dout[:, own[n]], q[:, own[n]], k[:, s], v[:, s], out, lse)
+            OPS.backward_out(*call, **o, dq=dq, dk=dk[:, s], dv=dv[:, s], accumulate=True)
+        outs.append(out)
+        dqs.append(dq)
+    leaves = [t.double().requires_grad_() for t in (q.clone(), k.clone(), v.clone())]
+    want, _ = fa.reference.attention(*leaves, causal=True)
+    right = torch.autograd.grad(want, leaves, dout.double())
+    whole = OPS.backward(dout, q, k, v, *OPS.forward(q, k, v, causal=True), causal=True)
+    for name, got, exact, once in zip(
+        ("dq", "dk", "dv"), (torch.cat(dqs, 1), dk, dv), right, whole, strict=False
+    ):
+        error = (got.double() - exact).abs().max()
+        assert error <= max(1.5 * (once.double() - exact).abs().max(), 1e-12), name
+    assert (torch.cat(outs, 1).double() - want).abs().max() < (1e-12 if wide == dtype else 2e-2)
+
+
 SHARED = torch.zeros(2, 12, 2, 16)
 WRONG_BUFFERS: dict[str, tuple[dict[str, Tensor], str]] = {
     "two in one": ({"dk": SHARED, "dv": SHARED[..., :8]}, "dv: begins at the address of dk"),
