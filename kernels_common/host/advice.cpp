@@ -108,6 +108,8 @@ Candidate candidate(const Problem& p, const DeviceInfo& device, const KernelEntr
   row.tile_m = tile.tile_m, row.tile_n = tile.tile_n, row.warps = tile.warps;
   row.stages = tile.stages;
   row.pack = pack;
+  row.sched = hopper && backward && !shares_keys && row.head_dim_qk == 64 ? SchedKind::kDynamic
+                                                                          : SchedKind::kStatic;
   row.dropout = p.dropout_p > 0 && !hopper;
   c.knobs = tile.knobs;
   if (row.dropout) c.knobs += c.knobs.empty() ? "dropout=1" : " dropout=1";
@@ -130,10 +132,11 @@ std::string line_of(const Candidate& c, Table table) {
   if (holds(table, id)) id += row.pack ? "2" : "_b";
   char line[512];
   std::snprintf(line, sizeof(line),
-                "%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,static,%s,%s,release,30,\"why\"",
+                "%s,%d,%s,%s,%s,%d,%d,band,%s,%s,%s,%d,%d,%d,%d,1,%s,%s,%s,release,30,\"why\"",
                 id.c_str(), row.arch, short_op(row.op), dtype, dtype, row.head_dim_qk,
                 row.head_dim_v, row.score == ScoreKind::kAny ? "any" : "scale", loader_name(row.kv),
                 loader_name(row.q), row.tile_m, row.tile_n, row.warps, row.stages,
+                row.sched == SchedKind::kDynamic ? "dynamic" : "static",
                 row.arch == 90 && row.dtype != DType::kE4m3 ? "overlap" : "serial",
                 c.knobs.c_str());
   return line;

@@ -22,7 +22,8 @@ constexpr int64_t kOrderedHeads = 2;
 // Whether the key tiles of a section of heads clear the dQ sums of the next one (clear_sums.h). The
 // sums of a section lie together then: query and key heads are numbered alike.
 bool clears_ahead(const KernelEntry& row, const Problem& p) {
-  return row.config.arch == 90 && !p.deterministic && p.packed_q() == p.packed_k();
+  return row.config.arch == 90 && p.packed_q() == p.packed_k() &&
+         (!p.deterministic || row.config.sched == SchedKind::kDynamic);
 }
 
 // Key heads walked together: Q, dO and the dQ sums of their groups stay in L2 while every key tile
@@ -32,7 +33,8 @@ int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& de
   // batch is.
   if (p.deterministic && p.batch_invariant && row.config.arch == 90) return heads;
   const int64_t rows = std::max<int64_t>(1, p.packed_q() ? p.seq.total_q : p.seq.seqlen_q);
-  const int64_t sums = 4 * row.config.head_dim_qk * (clears_ahead(row, p) ? 2 : 1);
+  const int64_t sums =
+      4 * row.config.head_dim_qk * (clears_ahead(row, p) && !p.deterministic ? 2 : 1);
   const int64_t bytes = rows * (p.heads_q / p.heads_k) * (2 * (p.dim_qk + p.dim_v) + sums);
   const int64_t least = p.deterministic && row.config.arch == 90 ? kOrderedHeads : 1;
   return static_cast<int>(std::min<int64_t>(std::max(section_bytes(device) / bytes, least), heads));
@@ -42,7 +44,8 @@ int section_heads(const KernelEntry& row, const Problem& p, const DeviceInfo& de
 int cleared_sections(const KernelEntry& row, const Problem& p, const TileOrder& order) {
   if (!clears_ahead(row, p) || p.empty() || order.num_tiles == 0) return 0;
   const int sections = (order.heads + order.section - 1) / order.section;
-  return sections > 1 ? sections : 0;
+  // A dynamic row counts the tiles that its blocks have taken in the place of the first one.
+  return sections > 1 || row.config.sched == SchedKind::kDynamic ? sections : 0;
 }
 
 // Hands out the workspace in multiples of 256 bytes.
@@ -112,12 +115,12 @@ fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) 
                          static_cast<int32_t>(heads_q), 1, num_rows};
   plan->order = TileOrder{static_cast<int32_t>(tiles_n), heads,
                           no_key ? 1 : section_heads(row, p, device, heads), num_keys};
-  // The keys of a tile stay in a block; the next block starts wherever one ends. Reserved
-  // multiprocessors bound their number, for rows whose blocks go on to another tile.
-  plan->grid = p.reserve_sms == 0
-                   ? num_keys
-                   : std::min(num_keys, device.sm_count * blocks_per_sm(row, device));
   plan->cleared_sections = cleared_sections(row, p, plan->order);
+  // The keys of a tile stay in a block; the next block starts wherever one ends. Rows whose blocks
+  // go on to another tile: all of Ampere, where multiprocessors are reserved, and dynamic ones.
+  const bool stays =
+      row.config.sched == SchedKind::kDynamic ? plan->cleared_sections > 0 : p.reserve_sms > 0;
+  plan->grid = stays ? std::min(num_keys, device.sm_count * blocks_per_sm(row, device)) : num_keys;
   plan_workspace(p, plan);
   return FA_OK;
 }

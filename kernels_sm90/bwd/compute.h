@@ -29,17 +29,21 @@ class BwdCompute {
         scale_log2_(args.scale_log2),
         thread_(thread),
         warpgroup_(uniform(thread / kWarpgroupThreads)) {
-    write_visible_rows(thread);
+    if constexpr (!T::kStays) write_visible_rows(thread);
   }
 
+  // A tile.
   FA_DEVICE void begin() {
-    mbarrier_wait(&smem_.k_full, 0);
+    if constexpr (T::kStays) write_visible_rows(this->thread());
+    mbarrier_wait(&smem_.k_full, keys_parity());
     if (smem_.tile.scrub_keys) scrub_keys();
     CUTE_UNROLL
     for (int i = 0; i < cute::size(dv_); ++i) dv_(i) = 0.f;
     CUTE_UNROLL
     for (int i = 0; i < cute::size(dk_); ++i) dk_(i) = 0.f;
   }
+
+  FA_DEVICE uint32_t keys_parity() const { return T::kStays ? smem_.tile.loads & 1 : 0; }
 
   // What follows from these is computed where it is needed: registers are what is short.
   FA_DEVICE int thread() const {
@@ -183,7 +187,7 @@ class BwdCompute {
   const BwdArgs& args_;
   float scale_log2_;
   int thread_, warpgroup_;
-  uint32_t at_ = 0;       // blocks before the one whose P and dS are held
+  uint32_t at_ = 0;       // blocks, of all tiles, before the one whose P and dS are held
   typename T::DvAcc dv_;  // ((2, 2, columns / 8), 1, 1)
   typename T::DkAcc dk_;  // ((2, 2, columns / 8), 1, 1)
 };

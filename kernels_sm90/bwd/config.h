@@ -71,7 +71,10 @@ struct BwdTypes {
   static_assert(kDimQk % kDqColumns == 0 && kDimV % kPanelV == 0,
                 "head dims of a row are 96 or multiples of 64");
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
-  static_assert(kConfig.cluster == 1 && kConfig.sched == SchedKind::kStatic);
+  // Thread blocks stay: they take one tile after the other from a counter.
+  static constexpr bool kStays = kConfig.sched == SchedKind::kDynamic;
+  static_assert(kConfig.cluster == 1 && kStays == kTall,
+                "sched is dynamic with own keys and tile_m 128, else static");
   // Spare warps add dQ out of shared memory; in turns they do wherever keys are owned.
   static constexpr bool kBulkDq = kConfig.dq == DqAdd::kBulk;
   static_assert(kBulkDq == kCarryDs && (kBulkDq || kConfig.dq == DqAdd::kVector),

@@ -113,14 +113,36 @@ class DqWriter {
     if (in_group % 32 == 0) mbarrier_arrive(&slots.full[slot]);
   }
 
-  // One lane of a spare warp: adds every part that a compute warpgroup leaves to it, of all heads
-  // of the group. In turns, the next key tile's may come as soon as this one is in memory; what is
-  // there and may be added is, while the one before it is still on its way.
+  // One lane of a spare warp: adds every part of the tile that a compute warpgroup leaves to it.
   FA_DEVICE void add_all(int group) const {
-    const BwdTile& t = smem_.tile;
     mbarrier_wait(&smem_.sums_clear, 0);
+    add_tile(smem_.tile, group, 0);
+    tma_store_wait();
+  }
+  // The warp, kStays: of tile after tile.
+  FA_DEVICE void add_tiles(int group) const {
+    int at = 0;
+    while (true) {
+      BwdTile& tile = smem_.adding[thread() / 32 - 1];
+      mbarrier_wait(&smem_.ready, (tile.round & 1) ^ 1);
+      __syncwarp();
+      copy_tile(tile, smem_.ahead, thread() % 32);
+      if (thread() % 32 == 0) {
+        mbarrier_arrive(&smem_.taken);
+        if (tile.has_work()) at = add_tile(tile, group, at);
+      }
+      __syncwarp();
+      if (!tile.exists()) break;
+    }
+    tma_store_wait();
+  }
+
+  // One lane: those of a tile, of all heads of the group; `at`: blocks of the tiles before, returns
+  // it with this one's. In turns, the next key tile's may come as soon as this one is in memory;
+  // what is there and may be added is, while the one before it is still on its way.
+  FA_DEVICE int add_tile(const BwdTile& t, int group, int at) const {
     fence_async_global();
-    int at = 0, tile = -1;  // of the workspace, whose part is added
+    int tile = -1;  // of the workspace, whose part is added
 #pragma unroll 1
     for (int head = t.head_k * group; head != (t.head_k + 1) * group; ++head) {
 #pragma unroll 1
@@ -131,7 +153,7 @@ class DqWriter {
           const int before = key_tiles_before(t.band, t.seq, t.walk.block(i), T::kTileM, T::kTileN,
                                               t.walk.reversed());
           unpassed = tile;
-          tile = static_cast<int>(index(head, t.walk.block(i)));
+          tile = static_cast<int>(workspace_tile(args_, t.seq, head, t.walk.block(i)));
           const int seen = unpassed < 0 ? -1 : look_at_count(part_turn(tile));
           if (unpassed >= 0 && (seen != before || !mbarrier_test(full(at), parity(own(at))))) {
             tma_store_wait();
@@ -141,7 +163,7 @@ class DqWriter {
           if (seen != before) wait_for_count(part_turn(tile), before);
           fence_async_global();
         } else {
-          tile = static_cast<int>(index(head, t.walk.block(i)));
+          tile = static_cast<int>(workspace_tile(args_, t.seq, head, t.walk.block(i)));
         }
         mbarrier_wait(full(at), parity(own(at)));
         add_part(tile, own(at) % T::kDqSlots);
@@ -153,8 +175,11 @@ class DqWriter {
         mbarrier_arrive(&smem_.dq_slots[thread() / 32 - 1].empty[own(at) % T::kDqSlots]);
       }
     }
-    tma_store_wait();
-    if (ordered() && tile >= 0) pass_part(tile);
+    if (ordered() && tile >= 0) {
+      tma_store_wait();
+      pass_part(tile);
+    }
+    return at;
   }
 
   // dQ of one part: which warpgroup makes that of block `at`, counted over all heads.

@@ -16,7 +16,7 @@ class BwdEpilogue {
   FA_DEVICE BwdEpilogue(const BwdArgs& args, BwdSmem<Row>& smem, int thread)
       : args_(args), smem_(smem), tile_(smem.tile), thread_(thread) {}
 
-  // Every product that reads V has run, in all compute warpgroups that share its rows.
+  // Every product that reads staging() has run, in all compute warpgroups that share its rows.
   FA_DEVICE void store(typename T::DkAcc& dk, typename T::DvAcc& dv) const {
     store(dv, args_.dv, args_.dv_fp32, args_.dim_v, 1.f);
     store(dk, args_.dk, args_.dk_fp32, args_.dim_qk, args_.scale);
@@ -59,7 +59,7 @@ class BwdEpilogue {
       store_chunks(acc, to, dim, scale);
   }
 
-  // 16 bytes per lane and store, by way of the warp's rows of V.
+  // 16 bytes per lane and store, by way of the warp's rows of staging().
   template <class Acc>
   FA_DEVICE void store_chunks(const Acc& acc, const TensorArg& to, int dim, float scale) const {
     constexpr DType kType = T::kConfig.dtype;
@@ -71,8 +71,8 @@ class BwdEpilogue {
     constexpr int kPanel = T::kDimV % 64 == 0 ? 64 : 32, kOf = kPanel / 8;
     const auto address = [&](int key, int chunk) {
       chunk += left / 8;
-      return reinterpret_cast<char*>(smem_.v) + (chunk / kOf * T::kTileN + key) * kPanel * 2 +
-             ((chunk ^ key * kOf / 8) % kOf * 16);
+      return reinterpret_cast<char*>(smem_.staging()) +
+             (chunk / kOf * T::kTileN + key) * kPanel * 2 + ((chunk ^ key * kOf / 8) % kOf * 16);
     };
     CUTE_UNROLL
     for (int i = 0; i < kColumns<Acc> / 16; ++i) {

@@ -85,7 +85,9 @@ class BwdOwnKeys : public BwdCompute<Row> {
 
   // ptxas would move exponentials behind the wait for products that run beside them. It moves
   // little over a branch: this barrier's phase has passed.
-  FA_DEVICE void keep_ahead() const { mbarrier_wait(&smem_.k_full, 0); }
+  FA_DEVICE void keep_ahead() const {
+    mbarrier_wait(T::kStays ? &smem_.passed : &smem_.k_full, T::kStays);
+  }
 
   // P = 2^(score · scale_log2 − LSE), in place of the scores, view columns [kBegin, kEnd). `lse`:
   // [c] as of statistics(). That of a row that is not the sequence's is +inf.
@@ -125,6 +127,12 @@ class BwdOwnKeys : public BwdCompute<Row> {
     for (int i = 0; i < cute::size<2>(a); ++i)
       cute::gemm(mma, a(cute::_, cute::_, i), b(cute::_, cute::_, i, slot), acc);
     cute::warpgroup_commit_batch();
+  }
+
+  // No product is left that reads K or V of the tile.
+  FA_DEVICE void release_keys(uint64_t* empty) const {
+    __syncwarp();
+    if (lane() == 0) mbarrier_arrive(empty);
   }
 
   // All have stored dS of a block.

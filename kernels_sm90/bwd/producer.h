@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// In which order are K, V, and all blocks of Q and dO brought? One lane; the same heads and blocks
-// as the consumers.
+// In which order are K, V, and all blocks of Q and dO brought? One lane; the same tiles, heads
+// and blocks as the consumers.
 #pragma once
 
 #include "kernels_sm90/bwd/smem.h"
@@ -22,11 +22,10 @@ class BwdLoader {
 
   // What the first products need comes first, then as many blocks as there are slots.
   FA_DEVICE void begin() {
-    head_ = smem_.tile.head_k * args_.group;
-    place_ = smem_.tile.walk.range.begin;
-    load_keys<T::kDimQk, T::kPanelQk>(k_map_, smem_.k, &smem_.k_full);
+    begin_head();
+    load_k();
     load_q();
-    load_keys<T::kDimV, T::kPanelV>(v_map_, smem_.v, &smem_.v_full);
+    load_v();
     load_do();
     advance();
     for (int i = 1; i < T::kSlots; ++i) next();
@@ -34,7 +33,30 @@ class BwdLoader {
 
   // All that begin() has left.
   FA_DEVICE void finish() {
+#pragma unroll 1
     while (more()) next();
+  }
+
+  // kStays: tile after tile. Places become free in the order in which they are filled here.
+  FA_DEVICE void bring_all() {
+    uint32_t parity = 0;
+#pragma unroll 1
+    while (true) {
+      mbarrier_wait(&smem_.planned, parity);
+      if (!tile().exists()) return;
+      if (tile().has_work()) {
+        begin_head();
+        if (tile().loads == 0) load_k();
+        load_q();
+        if (tile().loads == 0) load_v();
+        load_do();
+        if (tile().loads > 0) load_k(), load_v();
+        advance();
+        finish();
+      }
+      parity ^= 1;
+      mbarrier_arrive(&smem_.taken);
+    }
   }
 
   // The next block, once all readers of its slots have released them.
@@ -46,12 +68,17 @@ class BwdLoader {
   }
 
  private:
-  FA_DEVICE bool more() const { return head_ != (smem_.tile.head_k + 1) * args_.group; }
+  FA_DEVICE const BwdTile& tile() const { return T::kStays ? smem_.ahead : smem_.tile; }
+  FA_DEVICE bool more() const { return head_ != (tile().head_k + 1) * args_.group; }
+  FA_DEVICE void begin_head() {
+    head_ = tile().head_k * args_.group;
+    place_ = tile().walk.range.begin;
+  }
   FA_DEVICE void advance() {
     at_.advance();
     do_at_.advance();
-    if (++place_ < smem_.tile.walk.range.end) return;
-    place_ = smem_.tile.walk.range.begin;
+    if (++place_ < tile().walk.range.end) return;
+    place_ = tile().walk.range.begin;
     ++head_;
   }
 
@@ -73,31 +100,39 @@ class BwdLoader {
     load_stats(args_.work.delta, smem_.delta[slot], full);
   }
 
+  FA_DEVICE void load_k() const {
+    if constexpr (T::kStays) mbarrier_wait(&smem_.k_empty, (tile().loads & 1) ^ 1);
+    load_keys<T::kDimQk, T::kPanelQk>(k_map_, smem_.k, &smem_.k_full);
+  }
+  FA_DEVICE void load_v() const {
+    if constexpr (T::kStays) mbarrier_wait(&smem_.v_empty, (tile().loads & 1) ^ 1);
+    load_keys<T::kDimV, T::kPanelV>(v_map_, smem_.v, &smem_.v_full);
+  }
+
   template <int kDim, int kPanel>
   FA_DEVICE void load_keys(const TensorMap& map, E* to, uint64_t* full) const {
-    const KeyTileInfo& s = smem_.tile.seq;
+    const KeyTileInfo& s = tile().seq;
     mbarrier_expect(full, T::kTileN * kDim * 2);
     CUTE_UNROLL
     for (int panel = 0; panel < kDim / kPanel; ++panel)
       tma_load<L2Policy::kEvictFirst>(
           map, to + panel * kPanel * T::kTileN, full,
-          BoxCoord{panel * kPanel, s.k_begin + s.n_first, smem_.tile.head_k, s.k_batch});
+          BoxCoord{panel * kPanel, s.k_begin + s.n_first, tile().head_k, s.k_batch});
   }
   template <int kDim, int kPanel>
   FA_DEVICE void load_rows(const TensorMap& map, E* to, uint64_t* full) const {
-    const KeyTileInfo& s = smem_.tile.seq;
+    const KeyTileInfo& s = tile().seq;
     CUTE_UNROLL
     for (int panel = 0; panel < kDim / kPanel; ++panel)
       tma_load<L2Policy::kEvictLast>(
           map, to + panel * kPanel * T::kTileM, full,
-          BoxCoord{panel * kPanel, s.q_begin + smem_.tile.walk.block(place_) * T::kTileM, head_,
+          BoxCoord{panel * kPanel, s.q_begin + tile().walk.block(place_) * T::kTileM, head_,
                    s.q_batch});
   }
   FA_DEVICE void load_stats(const float* from, float* to, uint64_t* full) const {
-    bulk_load(to,
-              from + workspace_tile(args_, smem_.tile.seq, head_, smem_.tile.walk.block(place_)) *
-                         T::kTileM,
-              T::kStatBytes, full);
+    bulk_load(
+        to, from + workspace_tile(args_, tile().seq, head_, tile().walk.block(place_)) * T::kTileM,
+        T::kStatBytes, full);
   }
 
   const TensorMap& q_map_;

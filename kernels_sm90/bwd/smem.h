@@ -30,9 +30,21 @@ struct BwdSmem {
   // Own keys, of each compute warpgroup: written by its warps, read by the lane that adds.
   SlotBarriers<T::kDqSlots> dq_slots[T::kComputes];
   uint64_t k_full, v_full;
-  uint64_t sums_clear;           // own keys: the sums of the section are zero
+  uint64_t sums_clear;  // own keys, not kStays: the sums of the section are zero
+  // kStays: read by compute warps; `ahead` is planned; the sums of its section are zero, too; all
+  // who read it have done so; a barrier that nobody arrives at.
+  uint64_t k_empty, v_empty, planned, ready, taken, passed;
   int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile
-  BwdTile tile;
+  BwdTile tile;                  // kStays: of the compute warps
+  BwdTile ahead;                 // kStays: the one whose operands are brought
+  BwdTile adding[T::kStays ? T::kComputes : 0];  // of the warps that add dQ
+
+  // Where dK and dV pass through on their way to memory. kStays: the place of dS, so that V of the
+  // next tile may come.
+  FA_DEVICE E* staging() {
+    static_assert(!T::kStays || sizeof(ds) >= sizeof(v));
+    return T::kStays ? ds : v;
+  }
 };
 
 template <class Row>

@@ -17,7 +17,7 @@ class BwdTallStep : public BwdOwnKeys<Row> {
   using Base::at_, Base::dk_, Base::dv_, Base::head_q_, Base::smem_, Base::writer_;
   using Base::lane, Base::kColumns;
   using typename Base::Score, typename Base::DqAcc;
-  static_assert(!Base::kInTurn);
+  static_assert(!Base::kInTurn && T::kStays);
 
  public:
   FA_DEVICE BwdTallStep(BwdSmem<Row>& smem, const BwdArgs& args, int thread)
@@ -25,17 +25,16 @@ class BwdTallStep : public BwdOwnKeys<Row> {
 
   FA_DEVICE void first(int i) {
     Base::begin();
-    mbarrier_wait(&smem_.v_full, 0);
+    mbarrier_wait(&smem_.v_full, Base::keys_parity());
     Score s, dp;
-    Base::template clear_hidden_rows<Masked>(i, 0);
-    issue_dp(dp, 0);
-    Base::issue_scores(s, 0);
+    Base::template clear_hidden_rows<Masked>(i, at_);
+    issue_dp(dp, at_);
+    Base::issue_scores(s, at_);
     cute::warpgroup_wait<0>();
     Base::template hide_scores<Masked>(s, i);
-    make_probabilities<0, kColumns>(s, 0);
+    make_probabilities<0, kColumns>(s, at_);
     make_operands<Masked>(s, dp);
     note_block(i);
-    mbarrier_wait(&smem_.sums_clear, 0);  // adds come from now on
   }
 
   template <class Edge>
@@ -72,15 +71,21 @@ class BwdTallStep : public BwdOwnKeys<Row> {
 
   FA_DEVICE void last() {
     Base::meet();
+    Base::release_keys(&smem_.v_empty);
     DqAcc dq;
     Base::issue_dq(dq, at_);
     cute::warpgroup_wait<0>();
+    Base::release_keys(&smem_.k_empty);
     add_dq(dq);
     issue_dv();
     issue_dk();
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dv_);
     cute::warpgroup_fence_operand(dk_);
+    Base::release(smem_.do_slots, at_);
+    Base::release(smem_.q_slots, at_);
+    ++at_;
+    Base::meet();  // nobody reads dS any more
   }
 
  private:

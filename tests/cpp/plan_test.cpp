@@ -248,6 +248,35 @@ void backward_plans() {
   expect_contains(last_error(), "Split the call along the batch");
 }
 
+// Thread blocks of a dynamic row go on to other tiles, where prepare clears the count of those
+// taken.
+void backward_tiles_dealt() {
+  KernelEntry row = kBackwardRows[1];
+  row.config.sched = SchedKind::kDynamic;
+  const std::array<const KernelEntry*, 1> table{&row};
+  const auto plan = [&](const Call& call) {
+    const Planned p = plan_backward_call(call, table);
+    expect(p.status == FA_OK, last_error());
+    return p.plan;
+  };
+  Call call = Call(2, 512, 512, 8, 8, 128).h200().backward();
+  expect(plan(call).grid == 64 && plan(call).cleared_sections == 1, "fewer tiles than blocks");
+  call = Call(2, 4096, 4096, 16, 16, 128).h200().backward();
+  expect_equal(plan(call).grid, 132, "a block a multiprocessor");
+  expect_equal(plan(call).cleared_sections, 8, "sections of four heads");
+  call.params.options.deterministic = 1;
+  expect_equal(plan(call).grid, 132, "a block a multiprocessor, in turns");
+  expect_equal(plan(call).cleared_sections, 6, "main clears in turns, too");
+  char memory[1];
+  const Planned p = plan_backward_call(call, table);
+  expect(bind_backward(p.plan, p.problem, memory).bwd.work.cleared != nullptr, "counted somewhere");
+  call = packed(Call(1, 0, 0, 8, 4, 128).h200().backward(), 5, 1000, 30000);
+  expect(plan(call).grid == 132 && plan(call).cleared_sections == 1, "packed");
+  call = Call(2, 0, 8192, 16, 16, 128).h200().backward();
+  expect(plan(call).grid == 2048 && plan(call).cleared_sections == 0,
+         "without query rows there is no prepare: a tile a block");
+}
+
 // Key heads walked together: as many as fit into L2, in turns at least two. A block waits for
 // blocks of its own head that started before it, whatever the number.
 void backward_sections() {
@@ -387,6 +416,7 @@ int main() {
   arguments();
   scores();
   backward_plans();
+  backward_tiles_dealt();
   backward_sections();
   backward_checks();
   description();

@@ -450,13 +450,13 @@ void lines_of_missing_rows() {
          "sm90_bwd_bf16_d96_band,90,bwd,bf16,bf16,96,96,band,scale,tma,tma,64,128,12,2,1,static,"
          "overlap,stages_ds=2 dq=bulk,release,30,");
   needed(Call(2, 512, 512, 8, 8, 64).h200().backward(), Op::kBackward,
-         "sm90_bwd_bf16_d64_band,90,bwd,bf16,bf16,64,64,band,scale,tma,tma,128,128,12,3,1,static,"
+         "sm90_bwd_bf16_d64_band,90,bwd,bf16,bf16,64,64,band,scale,tma,tma,128,128,12,3,1,dynamic,"
          "overlap,stages_ds=2 dq=vector dq_turns=2,release,30,");
   expect_equal(plan_backward_call(Call(2, 512, 512, 8, 8, 64, FA_FP16).h200(90).backward()).status,
                FA_ERROR_UNSUPPORTED, "a dtype without rows");
   expect_contains(last_error(),
                   "sm90_bwd_fp16_d64_band,90,bwd,fp16,fp16,64,64,band,scale,tma,tma,"
-                  "128,128,12,3,1,static,");
+                  "128,128,12,3,1,dynamic,");
   needed(Call(2, 512, 512, 8, 8, 80).a100().backward(), Op::kBackward,
          "sm80_bwd_bf16_d96_band,80,bwd,bf16,bf16,96,96,band,scale,cpasync,cpasync,64,64,8,1,1,"
          "static,serial,dq=atomic dq_turns=8,release,30,");

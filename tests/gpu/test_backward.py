@@ -374,6 +374,30 @@ def test_many_heads(case: Case, backend: str) -> None:
             assert error <= 0.02 * want.abs().max(), f"{name} off by {error}"
 
 
+# ---- more tiles than multiprocessors -------------------------------------------------------------
+
+# Thread blocks of some rows go on to another tile. Between tiles with work: sequences without rows
+# of q or of k, and places that belong to no sequence.
+PACKED_Q, PACKED_K = (70, 300, 0, 1, 129, 200), (90, 0, 130, 500, 128, 1)
+MANY_TILES = [
+    Case(**lengths, **band, dtype=dtype, dim=dim, heads_q=16, heads_k=8)
+    for dim, dtype in ((64, "bf16"), (96, "bf16"), (128, "fp16"))
+    for lengths in (
+        {"q": PACKED_Q * (1 if ON_CPU else 8), "k": PACKED_K * (1 if ON_CPU else 8)},
+        {"q": PACKED_Q, "k": 300},
+        {"batch": 1 if ON_CPU else 12, "q": 150, "k": 520},
+    )
+    for band in ({"causal": True}, {"window": (60, 200)})
+]
+
+
+@gradients.each_backend()
+@pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
+@pytest.mark.parametrize("case", MANY_TILES, ids=lambda case: case.id)
+def test_more_tiles_than_multiprocessors(case: Case, deterministic: bool, backend: str) -> None:
+    gradients.check_case(case, backend, deterministic=deterministic)
+
+
 # ---- dropout -------------------------------------------------------------------------------------
 
 DROPPED = [
