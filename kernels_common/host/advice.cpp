@@ -124,9 +124,10 @@ bool holds(Table table, const std::string& id) {
 std::string line_of(const Candidate& c, Table table) {
   const KernelConfig& row = c.config;
   const char* dtype = dtype_name(row.dtype);
-  std::string id = "sm" + std::to_string(row.arch) + "_" + short_op(row.op) + "_" + dtype + "_d" +
-                   std::to_string(row.head_dim_qk);
-  if (row.head_dim_v != row.head_dim_qk) id += "x" + std::to_string(row.head_dim_v);
+  std::string id = "sm";
+  id += std::to_string(row.arch) + "_" + short_op(row.op) + "_" + dtype + "_d" +
+        std::to_string(row.head_dim_qk);
+  if (row.head_dim_v != row.head_dim_qk) id.append("x").append(std::to_string(row.head_dim_v));
   id += row.score == ScoreKind::kAny ? "_band_any" : "_band";
   if (row.pack) id += "_gqa";
   if (holds(table, id)) id += row.pack ? "2" : "_b";
