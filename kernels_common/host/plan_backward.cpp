@@ -100,7 +100,7 @@ fa_status plan_backward(const Problem& p, const DeviceInfo& device, Plan* plan) 
   const int64_t rows_k = p.packed_k() ? p.seq.total_k : int64_t{p.seq.seqlen_k} * p.seq.batch;
   const bool no_key = heads_k == 0 || rows_k == 0;
   if (heads_q > kInt32Max || heads_q * tiles_m + p.heads_q + rows_k / kClearRows >= kInt32Max ||
-      heads_k * tiles_n >= kInt32Max)
+      heads_k * tiles_n * row.config.cluster >= kInt32Max)
     return fail(FA_ERROR_UNSUPPORTED,
                 "fa: not supported: %" PRId64 " row tiles of each of %" PRId64
                 " heads (batch * heads_q) and %" PRId64 " key tiles of each of %" PRId64
@@ -194,18 +194,20 @@ std::string describe_backward(const Plan& plan, const Problem& p) {
                       : p.deterministic ? "last keys first,"
                                         : "first keys first,";
   char text[512];
-  std::snprintf(
-      text, sizeof(text),
-      "tiles      %d x %d, %d key tiles x %d heads = %d; %d row tiles x %d heads = %d\n"
-      "grid       %d blocks, %s\n"
-      "tile order %s sections of %d heads\n"
-      "dQ sums    %s\n"
-      "workspace  %zu bytes, of which dQ sums in fp32 %zu\n",
-      row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
-      plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid,
-      plan.grid < plan.order.num_tiles ? "each works through several tiles" : "one per tile", first,
-      plan.order.section, p.deterministic ? "descending (deterministic)" : "as the blocks come",
-      plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
+  std::snprintf(text, sizeof(text),
+                "tiles      %d x %d, %d key tiles x %d heads = %d; %d row tiles x %d heads = %d\n"
+                "grid       %d blocks, %s\n"
+                "tile order %s sections of %d heads\n"
+                "dQ sums    %s\n"
+                "workspace  %zu bytes, of which dQ sums in fp32 %zu\n",
+                row.tile_m, row.tile_n, plan.order.tiles_m, plan.order.heads, plan.order.num_tiles,
+                plan.rows.tiles_m, plan.rows.heads, plan.rows.num_tiles, plan.grid * row.cluster,
+                plan.grid < plan.order.num_tiles ? "each works through several tiles"
+                : row.cluster == 2               ? "a cluster of two per tile"
+                                                 : "one per tile",
+                first, plan.order.section,
+                p.deterministic ? "descending (deterministic)" : "as the blocks come",
+                plan.workspace_bytes, plan.work.lse_log2 - plan.work.dq_sum);
   return text;
 }
 

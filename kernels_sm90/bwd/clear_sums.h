@@ -14,7 +14,8 @@ template <class Row, int kThreads, class Meet>
 FA_DEVICE void clear_share(const BwdArgs& args, int number, int thread, Meet meet) {
   using T = BwdTypes<Row>;
   if (args.work.cleared == nullptr) return;
-  const int tiles = args.order.tiles_m * args.order.section, section = number / tiles + 1;
+  const int tiles = args.order.tiles_m * args.order.section * T::kConfig.cluster;
+  const int section = number / tiles + 1;
   const int first = section * args.order.section;
   if (first >= args.order.heads) return;
   const int heads = min_of(args.order.section, args.order.heads - first);
@@ -33,9 +34,11 @@ FA_DEVICE void clear_share(const BwdArgs& args, int number, int thread, Meet mee
 
 // Before the first add of key tile `number`: its sums have been cleared. All tiles that it waits
 // for have begun.
+template <class Row>
 FA_DEVICE void wait_for_clear(const BwdArgs& args, int number) {
   if (args.work.cleared == nullptr) return;
-  const int tiles = args.order.tiles_m * args.order.section, section = number / tiles;
+  const int tiles = args.order.tiles_m * args.order.section * Row::kConfig.cluster;
+  const int section = number / tiles;
   if (section > 0) wait_for_count(args.work.cleared + section, tiles);
 }
 

@@ -170,6 +170,17 @@ class BwdCompute {
     fence_async_shared();
     sync<T::kComputeThreads>(Barrier::kScrub);
   }
+  // The other block's, of a pair.
+  FA_DEVICE void scrub_other_keys() const {
+    const BwdTile& tile = smem_.tile;
+    const int first = other_first_key<Row>(tile);
+    if (tile.keys_lo <= first && tile.keys_hi >= first + T::kTileN) return;
+    mbarrier_wait(smem_.other_k_full, 0);
+    clear_rows<T::kTileN, T::kDimQk / 2, T::kPanelQk>(smem_.other_k, tile.keys_lo - first,
+                                                      tile.keys_hi - first);
+    fence_async_shared();
+    sync<T::kComputeThreads>(Barrier::kScrub);
+  }
   // Where keys are shared, S and dP of the same block may be in flight and read rows that are
   // zeroed here. Such a row is one column of Sᵀ and dPᵀ, and blocks with such rows are masked: what
   // it gives is replaced by −inf and 0, by selection. No other product in flight reads these rows.

@@ -20,7 +20,12 @@ inline constexpr int kFirstCompute = 1;
 template <class Row>
 struct BwdTypes {
   static constexpr KernelConfig kConfig = Row::kConfig;
-  static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n;
+  // Two thread blocks of a cluster have neighbouring key tiles, walk side by side and send each
+  // other dS: each makes half of the columns of dQ over the keys of both.
+  static constexpr bool kPair = kConfig.cluster == 2;
+  // Keys of a thread block, and those that walk together.
+  static constexpr int kTileM = kConfig.tile_m, kTileN = kConfig.tile_n / kConfig.cluster,
+                       kWalkN = kConfig.tile_n;
   static constexpr int kDimQk = kConfig.head_dim_qk, kDimV = kConfig.head_dim_v;
   // false: every compute warpgroup owns 64 keys; true: all share the 64 keys of the tile, because
   // dV and dK of 64 keys, or they and the slopes of a softcap, are more than one warpgroup can
@@ -30,8 +35,12 @@ struct BwdTypes {
   // memory, as it does where keys are shared.
   static constexpr bool kTall = !kShareKeys && kTileM == 128;
   static constexpr bool kCarryDs = !kShareKeys && !kTall;  // in registers
-  // There a block of dO goes back half a block before that of Q does.
-  static constexpr int kSlots = kConfig.stages, kDoSlots = kTall ? kSlots - 1 : kSlots;
+  // One slot of dO, which every compute warpgroup refills with its columns behind dV.
+  static constexpr bool kRefillDo = kPair && kDimV == 256;
+  // kTall: a block of dO goes back half a block before that of Q does.
+  static constexpr int kSlots = kConfig.stages, kDoSlots = kRefillDo ? 1
+                                                           : kTall   ? kSlots - 1
+                                                                     : kSlots;
   static constexpr int kDsSlots = kConfig.stages_ds;
   static constexpr int kDqSlots = kTall ? 1 : 2;  // as many as there is room for
   static constexpr int kThreads = kConfig.warps * 32;
@@ -41,9 +50,10 @@ struct BwdTypes {
   // Warps that release a slot of dS, where the keys are shared: all compute warps meet once a block
   // anyway, which is soon enough for the second of two slots.
   static constexpr bool kComputesReleaseDs = kDsSlots == 1;
-  static constexpr int kDsReaderWarps = 4 + (kComputesReleaseDs ? kComputeWarps : 0);
-  // dQ is multiplied and added in parts of 64 rows and 64 columns, or all 96.
-  static constexpr int kDqColumns = kDimQk == 96 ? 96 : 64;
+  static constexpr int kDsReaderWarps =
+      4 * kConfig.cluster + (kComputesReleaseDs ? kComputeWarps : 0);
+  // dQ is multiplied and added in parts of 64 rows and 64 columns, or all 96, or half of 192.
+  static constexpr int kDqColumns = kDimQk == 96 || (kPair && kDimQk == 192) ? 96 : 64;
   static constexpr int kDqFloats = 64 * kDqColumns, kDqParts = kTileM * kDimQk / kDqFloats;
   // Columns of a swizzled panel: 96 of a warpgroup are three panels of 64 bytes.
   static constexpr int panel(int cols) { return cols % (kShareKeys ? 128 : 64) != 0 ? 32 : 64; }
@@ -73,13 +83,14 @@ struct BwdTypes {
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   // Thread blocks stay: they take one tile after the other from a counter.
   static constexpr bool kStays = kConfig.sched == SchedKind::kDynamic;
-  static_assert(kConfig.cluster == 1 && kStays == kTall,
-                "sched is dynamic with own keys and tile_m 128, else static");
+  static_assert(kStays == kTall, "sched is dynamic with own keys and tile_m 128, else static");
+  static_assert(kConfig.cluster == 1 || (kPair && kShareKeys && kDsSlots == 2 && kDimQk >= 128),
+                "a cluster is two tiles of 64 keys at head dim 128 or more with two slots of dS");
   // Spare warps add dQ out of shared memory; in turns they do wherever keys are owned.
   static constexpr bool kBulkDq = kConfig.dq == DqAdd::kBulk;
   static_assert(kBulkDq == kCarryDs && (kBulkDq || kConfig.dq == DqAdd::kVector),
                 "dq is bulk where compute warpgroups own their keys and tile_m is 64, else vector");
-  static_assert(kConfig.dq_turns == (kShareKeys ? 1 : kDqParts),
+  static_assert(kConfig.dq_turns == (kShareKeys ? kConfig.cluster : kDqParts),
                 "dq_turns: one for each part of dQ that a warpgroup of its own keys makes, else 1");
 
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
@@ -116,7 +127,8 @@ struct BwdTypes {
   using LayoutK = Tile<kTileN, kDimQk, 1, kPanelQk>;               // (tile_n, dim_qk, 1)
   using LayoutKt =
       Transposed<kTileN, kDqColumns, kDimQk / kDqColumns, kPanelQk>;  // (part, tile_n, number)
-  using LayoutV = Tile<kTileN, kDimV, 1, kPanelV>;                    // (tile_n, dim_v, 1)
+  using LayoutOtherKt = Transposed<kTileN, kDqColumns, kDimQk / kDqColumns / 2, kPanelQk>;  // half
+  using LayoutV = Tile<kTileN, kDimV, 1, kPanelV>;   // (tile_n, dim_v, 1)
   using LayoutDsT = Tile<kTileN, kTileM, kDsSlots>;  // (tile_n, tile_m, slot), else
   // (tile_m, tile_n, slot): as stored where only dQ reads it there.
   using LayoutDs = std::conditional_t<kCarryDs, Tile<kTileM, kTileN, kDsSlots>,
@@ -169,7 +181,7 @@ struct BwdTypes {
 
   static constexpr int kQBytes = kTileM * kDimQk * 2, kDoBytes = kTileM * kDimV * 2,
                        kKBytes = kTileN * kDimQk * 2, kVBytes = kTileN * kDimV * 2,
-                       kStatBytes = kTileM * 4;
+                       kStatBytes = kTileM * 4, kDsBytes = kTileM * kTileN * 2;
 };
 
 }  // namespace fa::sm90

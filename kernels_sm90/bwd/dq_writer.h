@@ -4,6 +4,7 @@
 #pragma once
 
 #include "kernels_common/device/dq_turns.h"
+#include "kernels_sm90/bwd/cluster.h"
 #include "kernels_sm90/bwd/producer.h"
 
 namespace fa::sm90 {
@@ -44,16 +45,16 @@ FA_DEVICE bool mbarrier_test(uint64_t* barrier, uint32_t parity) {
 
 // dq = dS · K, 64 rows and kDqColumns: part number `part` of the tile, panels of columns inside
 // blocks of rows.
-template <class T, class Ds, class K>
+template <class T, cute::GMMA::ScaleOut kScale = cute::GMMA::ScaleOut::Zero, class Ds, class K>
 FA_DEVICE void multiply_dq(typename T::DqAcc& dq, const Ds& ds, int slot, const K& k, int part) {
-  constexpr int kPanels = T::kDimQk / T::kDqColumns;
+  constexpr int kPanels = decltype(cute::size<2>(k))::value;
   typename T::MmaDq mma;
   auto slice = mma.get_slice(0);
   auto a = slice.partition_fragment_A(ds);  // (MMA, tile_m / 64, MMA_K, slot)
   auto b = slice.partition_fragment_B(k);   // (MMA, 1, MMA_K, panel)
   cute::warpgroup_fence_operand(dq);
   cute::warpgroup_arrive();
-  mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+  mma.accumulate_ = kScale;
   CUTE_UNROLL
   for (int i = 0; i < cute::size<2>(a); ++i) {
     cute::gemm(mma, a(cute::_, part / kPanels, i, slot), b(cute::_, 0, i, part % kPanels),
@@ -150,7 +151,7 @@ class DqWriter {
         if (kInTurn && !makes_dq(at, thread() / 32 - 1)) continue;
         int unpassed = -1;
         if (ordered()) {
-          const int before = key_tiles_before(t.band, t.seq, t.walk.block(i), T::kTileM, T::kTileN,
+          const int before = key_tiles_before(t.band, t.seq, t.walk.block(i), T::kTileM, T::kWalkN,
                                               t.walk.reversed());
           unpassed = tile;
           tile = static_cast<int>(workspace_tile(args_, t.seq, head, t.walk.block(i)));
@@ -209,7 +210,7 @@ class DqWriter {
     if (thread() == 0) {
       const BwdTile& t = smem_.tile;
       const int before =
-          key_tiles_before(t.band, t.seq, m, T::kTileM, T::kTileN, t.walk.reversed());
+          key_tiles_before(t.band, t.seq, m, T::kTileM, T::kWalkN, t.walk.reversed());
       if (seen_ != before) wait_for_count(counter(head_q, m), before);
     }
     sync<kWarpgroupThreads>(Barrier::kDq);
@@ -247,102 +248,14 @@ class DqWriter {
     count_one(part_turn(tile));
   }
 
-  FA_DEVICE int* counter(int head_q, int m) const { return args_.work.turns + index(head_q, m); }
+  FA_DEVICE int* counter(int head_q, int m) const {
+    return args_.work.turns + index(head_q, m) * T::kConfig.dq_turns +
+           (T::kPair ? cluster_rank() : 0);
+  }
 
   const BwdArgs& args_;
   BwdSmem<Row>& smem_;
   int seen_ = -1;  // turns of the next block that are over, if looked at
-};
-
-// Where the keys are shared: dQ for every block, by one warpgroup. Its first lane also refills the
-// slots of Q and dO: the compute warps release a block without needing anything of the next one.
-template <class Row>
-class DqStep {
-  using T = BwdTypes<Row>;
-
- public:
-  FA_DEVICE DqStep(BwdSmem<Row>& smem, const BwdArgs& args, BwdLoader<Row> loader)
-      : smem_(smem), writer_(args, smem), loader_(loader) {
-    if (writer_.thread() == 0) loader_.begin();
-    __syncwarp();
-    mbarrier_wait(&smem.k_full, 0);
-  }
-
-  // The block at place i of the walk. `first`: no block came before it.
-  FA_DEVICE void next(int head_q, int i, bool first) {
-    const QueryWalk& walk = smem_.tile.walk;
-    if (writer_.ordered() && !first) {  // while dS is still made
-      const bool begins = i == walk.range.begin;
-      writer_.pass_turn(begins ? head_q - 1 : head_q,
-                        walk.block(begins ? walk.range.end - 1 : i - 1), head_q, walk.block(i));
-    }
-    const int slot = at_.slot();
-    mbarrier_wait(&smem_.ds_slots.full[slot], at_.parity());
-    if constexpr (T::kTwoParts)
-      add_overlapped(head_q, walk.block(i), slot);
-    else
-      add_parts(head_q, walk.block(i), slot);
-    at_.advance();
-    if (writer_.thread() == 0) loader_.next();
-    __syncwarp();
-  }
-
-  // `head_q`: the last one.
-  FA_DEVICE void finish(int head_q) const {
-    const QueryWalk& walk = smem_.tile.walk;
-    if (writer_.ordered()) writer_.pass_last_turn(head_q, walk.block(walk.range.end - 1));
-  }
-
- private:
-  FA_DEVICE void add_parts(int head_q, int m, int slot) {
-    float* sum = writer_.sum(writer_.index(head_q, m));
-    // Unrolled, ptxas would move the products of one part before the reduces of another.
-#pragma unroll 1
-    for (int part = 0; part < T::kDqParts; ++part) {
-      typename T::DqAcc dq;
-      multiply(dq, slot, part);
-      cute::warpgroup_wait<0>();
-      cute::warpgroup_fence_operand(dq);
-      if (part == T::kDqParts - 1 && writer_.thread() % 32 == 0)
-        mbarrier_arrive(&smem_.ds_slots.empty[slot]);
-      if (part == 0 && writer_.ordered()) writer_.wait_turn(head_q, m);
-      writer_.add(dq, sum, part);
-    }
-  }
-
-  // The product of a part runs beside the reduces of the one before.
-  FA_DEVICE void add_overlapped(int head_q, int m, int slot) {
-    typename T::DqAcc dq[2];
-    multiply(dq[0], slot, 0);
-    if (writer_.ordered()) {
-      cute::warpgroup_wait<0>();
-      writer_.wait_turn(head_q, m);
-    }
-    float* sum = writer_.sum(writer_.index(head_q, m));
-    CUTE_UNROLL
-    for (int part = 0; part < T::kDqParts; ++part) {
-      if (part + 1 < T::kDqParts) {
-        multiply(dq[(part + 1) % 2], slot, part + 1);
-        cute::warpgroup_wait<1>();
-      } else {
-        cute::warpgroup_wait<0>();
-        if (writer_.thread() % 32 == 0) mbarrier_arrive(&smem_.ds_slots.empty[slot]);
-      }
-      cute::warpgroup_fence_operand(dq[part % 2]);
-      writer_.add(dq[part % 2], sum, part);
-    }
-  }
-
-  FA_DEVICE void multiply(typename T::DqAcc& dq, int slot, int part) const {
-    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDs{});
-    auto k = cute::make_tensor(cute::make_smem_ptr(smem_.k), typename T::LayoutKt{});
-    multiply_dq<T>(dq, ds, slot, k, part);
-  }
-
-  BwdSmem<Row>& smem_;
-  DqWriter<Row> writer_;
-  BwdLoader<Row> loader_;
-  PackedCursor<T::kDsSlots> at_{0};
 };
 
 }  // namespace fa::sm90

@@ -6,6 +6,7 @@
 
 #include "kernels_common/device/grid_order.h"
 #include "kernels_sm90/bwd/clear_sums.h"
+#include "kernels_sm90/bwd/dq_step.h"
 #include "kernels_sm90/bwd/dq_writer.h"
 #include "kernels_sm90/bwd/epilogue.h"
 #include "kernels_sm90/bwd/producer.h"
@@ -33,7 +34,7 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
   using T = BwdTypes<Row>;
   if (threadIdx.x == 0) {
     smem.q_slots.init(T::kComputeWarps);
-    smem.do_slots.init(T::kComputeWarps);
+    smem.do_slots.init(T::kComputeWarps, T::kRefillDo ? T::kComputes : 1);
     mbarrier_init(&smem.k_full, 1);
     mbarrier_init(&smem.v_full, 1);
     for (int i = 0; i < T::kDsSlots; ++i) {
@@ -41,6 +42,10 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
       mbarrier_init(&smem.ds_slots.empty[i], T::kDsReaderWarps);
     }
     for (auto& slots : smem.dq_slots) slots.init(1, kWarpgroupThreads / 32);
+    if constexpr (T::kPair) {
+      for (uint64_t& full : smem.ds_in_full) mbarrier_init(&full, 1);
+      mbarrier_init(smem.other_k_full, 1);
+    }
     mbarrier_init(&smem.sums_clear, 1);
     if constexpr (T::kStays) {
       mbarrier_init(&smem.k_empty, T::kComputeWarps);
@@ -60,6 +65,10 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
     if constexpr (!T::kStays) bwd_tile<Row>(args, blockIdx.x, smem.tile);
   }
   __syncthreads();
+  if constexpr (T::kPair) {
+    arrive_in_cluster();
+    wait_for_cluster();
+  }
 }
 
 // kStays, one warp: plans tile after tile, sees to it that its sums are zero, and clears its share
@@ -75,7 +84,7 @@ FA_DEVICE void plan_tiles(const BwdArgs& args, BwdSmem<Row>& smem) {
       mbarrier_wait(&smem.taken, tile.round & 1);
       number = plan_tile<Row>(args, tile);
       mbarrier_arrive(&smem.planned);
-      if (number < args.order.num_tiles) wait_for_clear(args, number);
+      if (number < args.order.num_tiles) wait_for_clear<Row>(args, number);
       mbarrier_arrive(&smem.ready);
     }
     __syncwarp();
@@ -132,7 +141,7 @@ template <class Row>
 FA_DEVICE void clear_sums(const BwdArgs& args, BwdSmem<Row>& smem) {
   const int lane = threadIdx.x % 32;
   if (lane == 0) {
-    wait_for_clear(args, blockIdx.x);
+    wait_for_clear<Row>(args, blockIdx.x);
     mbarrier_arrive(&smem.sums_clear);
   }
   __syncwarp();
@@ -200,7 +209,7 @@ FA_DEVICE void make_dq(const BwdParams<Row>& params, BwdSmem<Row>& smem) {
   BwdLoader<Row> loader(params.q, params.k, params.v, params.dout, args, smem);
   DqStep<Row> step(smem, args, loader);
   clear();
-  wait_for_clear(args, blockIdx.x);
+  wait_for_clear<Row>(args, blockIdx.x);
   const QueryRange range = uniform(tile.walk.range);
 #pragma unroll 1
   for (int g = 0; g < args.group; ++g)
@@ -212,22 +221,23 @@ FA_DEVICE void make_dq(const BwdParams<Row>& params, BwdSmem<Row>& smem) {
 
 // A compute thread: its tile.
 template <class Row>
-FA_DEVICE void compute_tile(const BwdArgs& args, BwdSmem<Row>& smem, int thread) {
+FA_DEVICE void compute_tile(const BwdParams<Row>& params, BwdSmem<Row>& smem, int thread) {
   using T = BwdTypes<Row>;
+  const BwdArgs& args = params.args;
   const BwdTile& tile = smem.tile;
   const BwdEpilogue<Row> epilogue(args, smem, thread);
   if (!tile.has_work()) return epilogue.store_empty();
   with_score<T::kConfig.score>(args.score, [&](auto score) __attribute__((always_inline)) {
     using Wide = BwdWideStep<Row, decltype(score)>;
     std::conditional_t<T::kShareKeys, Wide, BwdStep<Row>> step(smem, args, thread);
+    if constexpr (T::kRefillDo) step.bring_dout_by(params.dout);
     accumulate_tile(step, uniform(tile.walk.range), tile.head_k * args.group, args.group);
     epilogue.store(step.dk(), step.dv());
   });
 }
 
 template <class Row>
-__global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
-    fa_bwd(const __grid_constant__ BwdParams<Row> params) {
+FA_DEVICE void bwd_block(const BwdParams<Row>& params) {
   using T = BwdTypes<Row>;
   // Aligned by the linker, so that every address in it is a constant.
   extern __shared__ __align__(kBwdSmemAlign) unsigned char buffer[];
@@ -247,10 +257,25 @@ __global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
     grow_registers<T::kComputeRegisters>();
     const int thread = threadIdx.x - kFirstCompute * kWarpgroupThreads;
     if constexpr (!T::kStays)
-      compute_tile(params.args, smem, thread);
+      compute_tile(params, smem, thread);
     else
       compute_tiles(params.args, smem, warp, thread);
   }
+}
+
+template <class Row>
+__global__ void __launch_bounds__(BwdTypes<Row>::kThreads, 1)
+    fa_bwd(const __grid_constant__ BwdParams<Row> params) {
+  bwd_block<Row>(params);
+}
+
+template <class Row>
+__global__ void __cluster_dims__(2, 1, 1) __launch_bounds__(BwdTypes<Row>::kThreads, 1)
+    fa_bwd_pair(const __grid_constant__ BwdParams<Row> params) {
+  bwd_block<Row>(params);
+  // The other one's arrivals may still come.
+  arrive_in_cluster();
+  wait_for_cluster();
 }
 
 }  // namespace fa::sm90

@@ -52,7 +52,10 @@ using DqOrder = AccumulatorOrder<BwdTypes<Row>::kDimQk, BwdTypes<Row>::kDqColumn
 
 template <class Row>
 const void* function() {
-  return reinterpret_cast<const void*>(&fa_bwd<Row>);
+  if constexpr (BwdTypes<Row>::kPair)
+    return reinterpret_cast<const void*>(&fa_bwd_pair<Row>);
+  else
+    return reinterpret_cast<const void*>(&fa_bwd<Row>);
 }
 
 template <class Row>
@@ -67,7 +70,7 @@ fa_status launch(const LaunchArgs& args, void* stream) {
       .threads = BwdTypes<Row>::kThreads,
       .smem_bytes = kBwdSmemBytes<Row>,
       .main_parameter = &params};
-  return launch_backward<Row>(args.bwd, args.grid, kernels, stream);
+  return launch_backward<Row>(args.bwd, args.grid * Row::kConfig.cluster, kernels, stream);
 }
 
 template <class Row>

@@ -26,7 +26,8 @@ class BwdLoader {
     load_k();
     load_q();
     load_v();
-    load_do();
+    if constexpr (T::kPair) load_other_keys();
+    if constexpr (!T::kRefillDo) load_do();
     advance();
     for (int i = 1; i < T::kSlots; ++i) next();
   }
@@ -63,7 +64,7 @@ class BwdLoader {
   FA_DEVICE void next() {
     if (!more()) return;
     load_q();
-    load_do();
+    if constexpr (!T::kRefillDo) load_do();
     advance();
   }
 
@@ -118,6 +119,17 @@ class BwdLoader {
       tma_load<L2Policy::kEvictFirst>(
           map, to + panel * kPanel * T::kTileN, full,
           BoxCoord{panel * kPanel, s.k_begin + s.n_first, tile().head_k, s.k_batch});
+  }
+  // Of the columns of dQ that this block makes.
+  FA_DEVICE void load_other_keys() const {
+    const KeyTileInfo& s = smem_.tile.seq;
+    mbarrier_expect(smem_.other_k_full, T::kKBytes / 2);
+    CUTE_UNROLL
+    for (int panel = 0; panel < T::kDimQk / 2 / T::kPanelQk; ++panel)
+      tma_load<L2Policy::kEvictFirst>(
+          k_map_, smem_.other_k + panel * T::kPanelQk * T::kTileN, smem_.other_k_full,
+          BoxCoord{cluster_rank() * (T::kDimQk / 2) + panel * T::kPanelQk,
+                   s.k_begin + other_first_key<Row>(smem_.tile), smem_.tile.head_k, s.k_batch});
   }
   template <int kDim, int kPanel>
   FA_DEVICE void load_rows(const TensorMap& map, E* to, uint64_t* full) const {

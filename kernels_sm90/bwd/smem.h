@@ -15,10 +15,14 @@ struct BwdSmem {
   using E = typename T::E;
 
   alignas(kBwdSmemAlign) E k[cute::cosize_v<typename T::LayoutK>];
+  // Pairs: half of the columns of the other block's K.
+  alignas(kBwdSmemAlign) E other_k[T::kPair ? cute::cosize_v<typename T::LayoutOtherKt> : 0];
   alignas(kBwdSmemAlign) E v[cute::cosize_v<typename T::LayoutV>];
   alignas(kBwdSmemAlign) E q[cute::cosize_v<typename T::LayoutQ>];
   alignas(kBwdSmemAlign) E dout[cute::cosize_v<typename T::LayoutDo>];
   alignas(kBwdSmemAlign) E ds[cute::cosize_v<typename T::LayoutDsT>];
+  // Pairs: the other block's.
+  alignas(kBwdSmemAlign) E ds_in[T::kPair ? cute::cosize_v<typename T::LayoutDsT> : 0];
   alignas(kBwdSmemAlign) E p[T::kShareKeys ? cute::cosize_v<typename T::LayoutDsT> : 0];
   // dQ parts on their way to memory, kDqSlots for each compute warpgroup.
   alignas(128) float dq[T::kShareKeys ? 0 : T::kComputes][T::kDqSlots][T::kDqFloats];
@@ -29,6 +33,8 @@ struct BwdSmem {
   SlotBarriers<T::kDsSlots> ds_slots;  // shared keys: written by compute warps, read by dQ's
   // Own keys, of each compute warpgroup: written by its warps, read by the lane that adds.
   SlotBarriers<T::kDqSlots> dq_slots[T::kComputes];
+  // Pairs. A slot of what the other block sends is empty where its `ds` is.
+  uint64_t ds_in_full[T::kPair ? T::kDsSlots : 0], other_k_full[T::kPair ? 1 : 0];
   uint64_t k_full, v_full;
   uint64_t sums_clear;  // own keys, not kStays: the sums of the section are zero
   // kStays: read by compute warps; `ahead` is planned; the sums of its section are zero, too; all

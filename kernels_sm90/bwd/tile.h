@@ -5,6 +5,7 @@
 
 #include "kernels_common/device/query_walk.h"
 #include "kernels_common/device/seq_info.h"
+#include "kernels_sm90/bwd/cluster.h"
 #include "kernels_sm90/bwd/config.h"
 
 namespace fa::sm90 {
@@ -43,6 +44,13 @@ struct BwdTile {
   }
 };
 
+// First key of the other thread block of a pair.
+template <class Row>
+FA_DEVICE int other_first_key(const BwdTile& tile) {
+  constexpr int kKeys = BwdTypes<Row>::kTileN;
+  return tile.seq.n_first + (cluster_rank() == 0 ? kKeys : -kKeys);
+}
+
 // Rows that nobody sees may hold NaN, and 0 · NaN is NaN: K's must not reach dQ, Q's and dO's not
 // dK and dV.
 template <class Row>
@@ -68,19 +76,22 @@ FA_DEVICE void forget_registers() {
 template <class Row>
 FA_DEVICE void bwd_tile(const BwdArgs& args, int index, BwdTile& tile) {
   using T = BwdTypes<Row>;
+  const int rank = T::kPair ? cluster_rank() : 0;
+  index /= T::kConfig.cluster;
   const TileCoord coord = walking_tile_coord(args.order, index);
   const int batch = coord.head / args.heads_k;  // packed: 0
   tile.head_k = coord.head - batch * args.heads_k;
-  tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kTileN);
+  tile.seq = key_tile_info(args.seq, coord.m, batch, T::kTileM, T::kWalkN);
   const KeyTileInfo& s = tile.seq;
   forget_registers<Row>();
   tile.band = make_band(args.band, s.q_len, s.k_len);
   forget_registers<Row>();
   const QueryRange range = s.n_first >= s.k_len ? QueryRange{0, 0, 0, 0, 0, 0}
-                                                : query_range(tile.band, s.n_first, T::kTileN,
+                                                : query_range(tile.band, s.n_first, T::kWalkN,
                                                               s.q_len, s.k_len, T::kTileM);
   tile.walk = query_walk(range, args.work.turns != nullptr && in_last_section(args.order, index));
   forget_registers<Row>();
+  tile.seq.n_first += rank * T::kTileN;
   find_hidden_rows<Row>(args.seq, tile);
 }
 

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "kernels_common/device/score.h"
+#include "kernels_sm90/bwd/cluster.h"
 #include "kernels_sm90/bwd/compute.h"
+#include "kernels_sm90/common/tma.h"
 
 namespace fa::sm90 {
 
@@ -27,6 +29,7 @@ class BwdWideStep : public BwdCompute<Row> {
       : Base(smem, args, thread) {}
 
   FA_DEVICE void begin_head(int head_q) {
+    if constexpr (T::kRefillDo) head_q_ = head_q;
     if constexpr (Policy::kPlain) return;
     const KeyTileInfo& s = smem_.tile.seq;
     score_tile_ = score_tile(args_.score, s.batch, head_q, s.q_len, s.k_len);
@@ -34,33 +37,47 @@ class BwdWideStep : public BwdCompute<Row> {
     score_tile_.shift = -score_tile_.shift;
   }
 
+  FA_DEVICE void bring_dout_by(const TensorMap& map) { do_map_ = &map; }
+
   FA_DEVICE void first(int i) {
+    if constexpr (T::kRefillDo) refill_dout(i);
     Base::begin();
+    if constexpr (T::kPair) Base::scrub_other_keys();
     mbarrier_wait(&smem_.v_full, 0);
     Score s, dp;
     issue_scores(s, 0);
-    issue_dp(dp, 0);
-    make_operands<Masked>(s, dp, smem_.tile.walk.block(i));
+    if constexpr (!T::kRefillDo) issue_dp(dp, 0);
+    make_operands<Masked, true>(s, dp, smem_.tile.walk.block(i));
   }
 
   template <class Edge>
   FA_DEVICE void next(int i, Edge) {
     Score s, dp;
-    issue_gradients();
-    issue_scores(s, at_ + 1);
-    issue_dp(dp, at_ + 1);
-    cute::warpgroup_wait<2>();  // dV and dK are there
-    cute::warpgroup_fence_operand(dv_);
-    cute::warpgroup_fence_operand(dk_);
-    Base::release(smem_.q_slots, at_);
-    Base::release(smem_.do_slots, at_);
-    if constexpr (T::kComputesReleaseDs) Base::release(smem_.ds_slots, at_);
+    issue_dv();
+    if constexpr (T::kRefillDo) {
+      issue_scores(s, at_ + 1);
+      issue_dk();
+      cute::warpgroup_wait<2>();  // dV is there
+      cute::warpgroup_fence_operand(dv_);
+      refill_dout(i);
+    } else {
+      issue_dk();
+      issue_scores(s, at_ + 1);
+      issue_dp(dp, at_ + 1);
+      cute::warpgroup_wait<2>();  // dV and dK are there
+      cute::warpgroup_fence_operand(dv_);
+      cute::warpgroup_fence_operand(dk_);
+      Base::release(smem_.q_slots, at_);
+      Base::release(smem_.do_slots, at_);
+      if constexpr (T::kComputesReleaseDs) Base::release(smem_.ds_slots, at_);
+    }
     ++at_;
     make_operands<Edge>(s, dp, smem_.tile.walk.block(i));
   }
 
   FA_DEVICE void last() {
-    issue_gradients();
+    issue_dv();
+    issue_dk();
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dv_);
     cute::warpgroup_fence_operand(dk_);
@@ -75,34 +92,38 @@ class BwdWideStep : public BwdCompute<Row> {
     Base::template issue_ss<kZero>(typename T::MmaS{}, k, 0, q, slot, s);
   }
   FA_DEVICE void issue_dp(Score& dp, uint32_t at) {
-    const int slot = Base::template slot<T::kSlots>(at);
-    mbarrier_wait(&smem_.do_slots.full[slot], Base::template parity<T::kSlots>(at));
+    const int slot = Base::template slot<T::kDoSlots>(at);
+    mbarrier_wait(&smem_.do_slots.full[slot], Base::template parity<T::kDoSlots>(at));
     auto v = cute::make_tensor(cute::make_smem_ptr(Base::anew(smem_.v)), typename T::LayoutV{});
     auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDo{});
     Base::template issue_ss<kZero>(typename T::MmaDp{}, v, 0, dout, slot, dp);
   }
 
   // dV += Pᵀ · dO and dK += dSᵀ · Q of block at_, this warpgroup's columns.
-  FA_DEVICE void issue_gradients() {
-    const int slot = Base::template slot<T::kSlots>(at_);
-    const int operand = Base::template slot<T::kDsSlots>(at_);
+  FA_DEVICE void issue_dv() {
     auto p = cute::make_tensor(cute::make_smem_ptr(smem_.p), typename T::LayoutDsT{});
-    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDsT{});
     auto dout = cute::make_tensor(cute::make_smem_ptr(smem_.dout), typename T::LayoutDoT{});
+    Base::template issue_ss<kOne>(typename T::MmaDv{}, p, Base::template slot<T::kDsSlots>(at_),
+                                  dout, Base::template slot<T::kDoSlots>(at_), dv_);
+  }
+  FA_DEVICE void issue_dk() {
+    auto ds = cute::make_tensor(cute::make_smem_ptr(smem_.ds), typename T::LayoutDsT{});
     auto q = cute::make_tensor(cute::make_smem_ptr(smem_.q), typename T::LayoutQt{});
-    Base::template issue_ss<kOne>(typename T::MmaDv{}, p, operand, dout, slot, dv_);
-    Base::template issue_ss<kOne>(typename T::MmaDk{}, ds, operand, q, slot, dk_);
+    Base::template issue_ss<kOne>(typename T::MmaDk{}, ds, Base::template slot<T::kDsSlots>(at_), q,
+                                  Base::template slot<T::kSlots>(at_), dk_);
   }
 
-  // P and dS of block at_ from its scores and dP, which are in flight. P = 2^(score · scale_log2 −
-  // LSE), dS = P · (dP − delta), 0 where P was masked, whatever dP is there.
-  template <class Edge>
+  // P and dS of block at_ from its scores and dP, which are in flight; with dO refilled dK of the
+  // block before, if any, and the scores are, and dP is issued behind the exponentials. P =
+  // 2^(score · scale_log2 − LSE), dS = P · (dP − delta), 0 where P was masked, whatever dP is
+  // there.
+  template <class Edge, bool kFirst = false>
   FA_DEVICE void make_operands(Score& s, Score& dp, int m) {
     const int slot = Base::template slot<T::kSlots>(at_);
     const int ds_slot = Base::template slot<T::kDsSlots>(at_);
     mbarrier_wait(&smem_.ds_slots.empty[ds_slot], Base::template parity<T::kDsSlots>(at_) ^ 1);
     const int first = warpgroup() * kRows + acc_first_col(lane());  // row of view column 0
-    cute::warpgroup_wait<1>();
+    cute::warpgroup_wait<T::kRefillDo && kFirst ? 0 : 1>();
     cute::warpgroup_fence_operand(s);
     auto scores = acc_view(s);  // (2 keys, rows / 4)
     const int key = smem_.tile.seq.n_first + Base::first_key(), row = m * T::kTileM + first;
@@ -127,10 +148,19 @@ class BwdWideStep : public BwdCompute<Row> {
       CUTE_UNROLL
       for (int i = 0; i < cute::size(s); ++i) s(i) = times<Edge>(s(i), slopes(i));
     }
+    if constexpr (T::kRefillDo) {
+      issue_dp(dp, at_);
+      if constexpr (!kFirst) {
+        cute::warpgroup_wait<1>();  // dK is there
+        cute::warpgroup_fence_operand(dk_);
+        Base::release(smem_.q_slots, at_ - 1);
+      }
+    }
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(dp);
     auto view = acc_view(dp);
-    const float4* delta = Base::statistics(smem_.delta[slot] + warpgroup() * kRows);
+    const float4* delta =
+        Base::statistics(smem_.delta[Base::template slot<T::kDoSlots>(at_)] + warpgroup() * kRows);
     CUTE_UNROLL
     for (int c = 0; c < kRows / 4; c += 4) {
       const float4 d = delta[c];
@@ -149,6 +179,45 @@ class BwdWideStep : public BwdCompute<Row> {
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(&smem_.ds_slots.full[ds_slot]);
     sync<T::kComputeThreads>(Barrier::kOperands);
+    if constexpr (T::kPair) send(ds_slot);
+  }
+
+  // dS of a block, which all have stored, to the other thread block. Its place there is free where
+  // the one here was.
+  FA_DEVICE void send(int slot) const {
+    if (Base::thread() == kWarpgroupThreads) {
+      const int at = slot * T::kTileN * T::kTileM;
+      bulk_send(in_block(smem_.ds_in + at, other_rank()), smem_.ds + at, T::kDsBytes,
+                in_block(&smem_.ds_in_full[slot], other_rank()));
+    }
+    __syncwarp();
+  }
+
+  // This warpgroup's columns of dO of the block at place i, and by the first one delta: its dV has
+  // read the former ones, and all have their dP.
+  FA_DEVICE void refill_dout(int i) {
+    const int group = warpgroup();  // by the whole warp
+    sync<kWarpgroupThreads>(Barrier::kSlab, group);
+    if (Base::thread() % kWarpgroupThreads == 0) {
+      const KeyTileInfo& s = smem_.tile.seq;
+      const int m = smem_.tile.walk.block(i);
+      uint64_t* full = &smem_.do_slots.full[0];
+      const bool leads = group == 0;
+      mbarrier_expect(full, T::kDoBytes / T::kComputes + (leads ? T::kStatBytes : 0));
+      constexpr int kPanels = T::kDimV / T::kComputes / T::kPanelV;
+      CUTE_UNROLL
+      for (int p = 0; p < kPanels; ++p) {
+        const int panel = group * kPanels + p;
+        tma_load<L2Policy::kEvictLast>(
+            *do_map_, smem_.dout + panel * T::kPanelV * T::kTileM, full,
+            BoxCoord{panel * T::kPanelV, s.q_begin + m * T::kTileM, head_q_, s.q_batch});
+      }
+      if (leads)
+        bulk_load(smem_.delta[0],
+                  args_.work.delta + workspace_tile(args_, s, head_q_, m) * T::kTileM,
+                  T::kStatBytes, full);
+    }
+    __syncwarp();
   }
 
   // `ahead`: positions of the thread's first key, on the axis of the keys, before its first row.
@@ -189,6 +258,8 @@ class BwdWideStep : public BwdCompute<Row> {
   }
 
   ScoreTile score_tile_{};  // of the head
+  const TensorMap* do_map_ = nullptr;
+  int head_q_ = 0;
 };
 
 }  // namespace fa::sm90

@@ -26,6 +26,8 @@ MEDIUM = [
     Case(batch=2, heads_q=8, dim=120, dim_v=40, q=300, k=515, sinks="fp32", causal=True, dlse=True),
     Case(batch=2, heads_q=8, dim=64, q=1024, k=1024, window=(100, 30)),
     Case(batch=2, heads_q=8, heads_k=2, dim=96, q=777, k=1100, causal=True),
+    Case(batch=2, heads_q=8, heads_k=2, dim=256, q=777, k=1100, causal=True),
+    Case(batch=2, heads_q=8, dim=192, dim_v=128, q=777, k=1100, window=(300, 30)),
 ]
 SMALL = [
     Case(heads_q=2, dim=64, q=129, k=257, causal=True),
