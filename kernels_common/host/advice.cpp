@@ -108,7 +108,7 @@ Candidate candidate(const Problem& p, const DeviceInfo& device, const KernelEntr
   row.tile_m = tile.tile_m, row.tile_n = tile.tile_n, row.warps = tile.warps;
   row.stages = tile.stages;
   row.pack = pack;
-  row.sched = hopper && backward && !shares_keys && row.head_dim_qk == 64 ? SchedKind::kDynamic
+  row.sched = hopper && backward && !shares_keys && row.head_dim_qk < 128 ? SchedKind::kDynamic
                                                                           : SchedKind::kStatic;
   row.dropout = p.dropout_p > 0 && !hopper;
   c.knobs = tile.knobs;

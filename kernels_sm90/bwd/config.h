@@ -83,7 +83,8 @@ struct BwdTypes {
   static_assert(kConfig.kv == LoadKind::kTma && kConfig.q == LoadKind::kTma);
   // Thread blocks stay: they take one tile after the other from a counter.
   static constexpr bool kStays = kConfig.sched == SchedKind::kDynamic;
-  static_assert(kStays == kTall, "sched is dynamic with own keys and tile_m 128, else static");
+  static_assert(kStays ? !kShareKeys : !kTall,
+                "sched is dynamic with own keys alone, and there with tile_m 128");
   static_assert(kConfig.cluster == 1 || (kPair && kShareKeys && kDsSlots == 2 && kDimQk >= 128),
                 "a cluster is two tiles of 64 keys at head dim 128 or more with two slots of dS");
   // Spare warps add dQ out of shared memory; in turns they do wherever keys are owned.

@@ -35,13 +35,13 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
   if (threadIdx.x == 0) {
     smem.q_slots.init(T::kComputeWarps);
     smem.do_slots.init(T::kComputeWarps, T::kRefillDo ? T::kComputes : 1);
-    mbarrier_init(&smem.k_full, 1);
-    mbarrier_init(&smem.v_full, 1);
     for (int i = 0; i < T::kDsSlots; ++i) {
       mbarrier_init(&smem.ds_slots.full[i], T::kComputeWarps);
       mbarrier_init(&smem.ds_slots.empty[i], T::kDsReaderWarps);
     }
     for (auto& slots : smem.dq_slots) slots.init(1, kWarpgroupThreads / 32);
+    mbarrier_init(&smem.k_full, 1);
+    mbarrier_init(&smem.v_full, 1);
     if constexpr (T::kPair) {
       for (uint64_t& full : smem.ds_in_full) mbarrier_init(&full, 1);
       mbarrier_init(smem.other_k_full, 1);
@@ -72,7 +72,8 @@ FA_DEVICE void begin_block(const BwdArgs& args, BwdSmem<Row>& smem) {
 }
 
 // kStays, one warp: plans tile after tile, sees to it that its sums are zero, and clears its share
-// of the next section's; of the first tile behind the first loads, which everybody waits for.
+// of the next section's: behind the first loads of the tile, which everybody waits for; at head dim
+// 64 that of the first tile alone, others as soon as they are planned.
 template <class Row>
 FA_DEVICE void plan_tiles(const BwdArgs& args, BwdSmem<Row>& smem) {
   BwdTile& tile = smem.ahead;
@@ -90,7 +91,8 @@ FA_DEVICE void plan_tiles(const BwdArgs& args, BwdSmem<Row>& smem) {
     __syncwarp();
     number = uniform(number);
     if (number >= args.order.num_tiles) return;
-    if (tile.round == 0 && tile.has_work()) mbarrier_wait(&smem.v_full, 0);
+    if (tile.has_work() && (tile.round == 0 || !BwdTypes<Row>::kTall))
+      mbarrier_wait(&smem.v_full, tile.loads & 1);
     clear_share<Row, 32>(args, number, lane, [] { __syncwarp(); });
   }
 }
@@ -176,7 +178,7 @@ template <class Row>
 FA_DEVICE void compute_tiles(const BwdArgs& args, BwdSmem<Row>& smem, int warp, int thread) {
   using T = BwdTypes<Row>;
   const BwdTile& tile = smem.tile;
-  BwdTallStep<Row> step(smem, args, thread);
+  std::conditional_t<T::kTall, BwdTallStep<Row>, BwdStep<Row>> step(smem, args, thread);
 #pragma unroll 1
   while (true) {
     take_tile(smem, warp);

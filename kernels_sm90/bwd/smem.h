@@ -36,14 +36,14 @@ struct BwdSmem {
   // Pairs. A slot of what the other block sends is empty where its `ds` is.
   uint64_t ds_in_full[T::kPair ? T::kDsSlots : 0], other_k_full[T::kPair ? 1 : 0];
   uint64_t k_full, v_full;
-  uint64_t sums_clear;  // own keys, not kStays: the sums of the section are zero
-  // kStays: read by compute warps; `ahead` is planned; the sums of its section are zero, too; all
-  // who read it have done so; a barrier that nobody arrives at.
-  uint64_t k_empty, v_empty, planned, ready, taken, passed;
+  uint64_t sums_clear;           // own keys, not kStays: the sums of the section are zero
   int2 visible_rows[T::kTileN];  // [first, end) of the rows that see each key of the tile
   BwdTile tile;                  // kStays: of the compute warps
   BwdTile ahead;                 // kStays: the one whose operands are brought
   BwdTile adding[T::kStays ? T::kComputes : 0];  // of the warps that add dQ
+  // kStays: read by compute warps; `ahead` is planned; the sums of its section are zero, too; all
+  // who read it have done so; a barrier that nobody arrives at.
+  uint64_t k_empty, v_empty, planned, ready, taken, passed;
 
   // Where dK and dV pass through on their way to memory. kStays: the place of dS, so that V of the
   // next tile may come.

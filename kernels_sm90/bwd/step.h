@@ -23,7 +23,7 @@ class BwdStep : public BwdOwnKeys<Row> {
 
   FA_DEVICE void first(int i) {
     Base::begin();
-    mbarrier_wait(&smem_.v_full, 0);
+    mbarrier_wait(&smem_.v_full, Base::keys_parity());
     block<Masked>(i);
   }
 
@@ -33,7 +33,13 @@ class BwdStep : public BwdOwnKeys<Row> {
     block<Edge>(i);
   }
 
-  FA_DEVICE void last() {}
+  FA_DEVICE void last() {
+    if constexpr (!T::kStays) return;
+    Base::release_keys(&smem_.k_empty);
+    Base::release_keys(&smem_.v_empty);
+    ++at_;
+    Base::meet();  // nobody reads dS any more
+  }
 
  private:
   template <class Edge>

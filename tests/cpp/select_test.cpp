@@ -447,7 +447,7 @@ void lines_of_missing_rows() {
     expect_contains(last_error(), line);
   };
   needed(Call(2, 512, 512, 8, 8, 80).h200().backward(), Op::kBackward,
-         "sm90_bwd_bf16_d96_band,90,bwd,bf16,bf16,96,96,band,scale,tma,tma,64,128,12,2,1,static,"
+         "sm90_bwd_bf16_d96_band,90,bwd,bf16,bf16,96,96,band,scale,tma,tma,64,128,12,2,1,dynamic,"
          "overlap,stages_ds=2 dq=bulk,release,30,");
   needed(Call(2, 512, 512, 8, 8, 64).h200().backward(), Op::kBackward,
          "sm90_bwd_bf16_d64_band,90,bwd,bf16,bf16,64,64,band,scale,tma,tma,128,128,12,3,1,dynamic,"
