@@ -118,7 +118,6 @@ class DqWriter {
   FA_DEVICE void add_all(int group) const {
     mbarrier_wait(&smem_.sums_clear, 0);
     add_tile(smem_.tile, group, 0);
-    tma_store_wait();
   }
   // The warp, kStays: of tile after tile.
   FA_DEVICE void add_tiles(int group) const {
@@ -176,10 +175,9 @@ class DqWriter {
         mbarrier_arrive(&smem_.dq_slots[thread() / 32 - 1].empty[own(at) % T::kDqSlots]);
       }
     }
-    if (ordered() && tile >= 0) {
-      tma_store_wait();
-      pass_part(tile);
-    }
+    const bool passes = ordered() && tile >= 0;
+    if (!T::kStays || passes) tma_store_wait();  // else add_tiles() does
+    if (passes) pass_part(tile);
     return at;
   }
 

@@ -34,7 +34,6 @@ class BwdLoader {
 
   // All that begin() has left.
   FA_DEVICE void finish() {
-#pragma unroll 1
     while (more()) next();
   }
 
@@ -53,7 +52,8 @@ class BwdLoader {
         load_do();
         if (tile().loads > 0) load_k(), load_v();
         advance();
-        finish();
+#pragma unroll 1
+        while (more()) next();
       }
       parity ^= 1;
       mbarrier_arrive(&smem_.taken);
