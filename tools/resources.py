@@ -50,6 +50,9 @@ GPU_OF = {"sm_80": "8.0", "sm_90": "9.0", "sm_90a": "9.0"}
 INSTRUCTION_BYTES = 16
 RESERVED = {"sm_90": 1024, "sm_90a": 1024}  # of static shared memory: the system's, in every block
 
+# What makes a call's products: a row's block size and shared memory are those of this kernel.
+MAIN_KERNELS = ("fa_fwd", "fa_fwd_packed", "fa_bwd", "fa_bwd_pair")
+
 
 @dataclass
 class Kernel:
@@ -187,7 +190,7 @@ def add_launches(kernels: list[Kernel], library: Path | None) -> None:
     held = {row.id: row for row in libfa.Library(library).rows()}
     for kernel in kernels:
         row = held.get(kernel.row)
-        if row is not None and kernel.name in ("fa_fwd", "fa_bwd"):
+        if row is not None and kernel.name in MAIN_KERNELS:
             kernel.threads, kernel.dynamic_shared = row.threads, row.smem_bytes
 
 

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -36,6 +37,16 @@ def test_names_are_read_from_mangled_ones() -> None:
     combine = "_ZN2fa16fa_combine_partsIfLi128EEEvNS_11CombineArgsE"
     assert resources.kernel_name(combine) == ("", "fa_combine_parts")
     assert resources.kernel_name("main") == ("", "main")
+
+
+def test_every_kernel_of_the_architectures_folders_is_known() -> None:
+    root = Path(__file__).resolve().parents[2]
+    sources = [
+        p.read_text() for f in ("kernels_sm80", "kernels_sm90") for p in root.glob(f"{f}/**/*.h")
+    ]
+    names = {n for s in sources for n in re.findall(r"__global__[^{;]*?\b(fa_\w+)\(", s)}
+    beside = {"fa_transpose_v"}  # ahead of an e4m3 forward: no products
+    assert names - beside == set(resources.MAIN_KERNELS)
 
 
 def test_a_cubin_is_read_without_disassembly() -> None:

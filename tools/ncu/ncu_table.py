@@ -25,13 +25,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import bench_cells
 import ncu_reader
 from ncu_reader import SECTOR_BYTES, Launch, Metric, ReportError
+from resources import MAIN_KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "h200.jsonl"
 TIME = "gpu__time_duration.sum"
 DRAM = ("dram__bytes_read.sum", "dram__bytes_write.sum")
 L2_READ = "lts__t_sectors_srcunit_tex_op_read.sum"
-MAIN_KERNELS = ("fa_fwd", "fa_bwd")
 
 
 @dataclass(frozen=True)

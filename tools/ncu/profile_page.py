@@ -20,11 +20,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import ncu_table
-from ncu_table import MAIN_KERNELS, Kernel
+from ncu_table import Kernel
 
 import machine
 import ncu_reader
 from ncu_reader import Launch, ReportError
+from resources import MAIN_KERNELS
 
 ROOT = Path(__file__).resolve().parents[2]
 LINES = ROOT / "docs" / "results" / "profiles.jsonl"
