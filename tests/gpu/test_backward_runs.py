@@ -234,9 +234,11 @@ def test_graph_capture(heads_k: int, backend: str, deterministic: bool, cuda_onl
 
 
 @gradients.each_backend()
-def test_two_streams(backend: str, cuda_only: None) -> None:
-    """Two backwards at a time have workspaces of their own."""
-    case = Case(batch=2, heads_q=8, q=500, k=500, dim=128, causal=True)
+@pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
+def test_two_streams(dim: int, backend: str, cuda_only: None) -> None:
+    """Two backwards at a time have workspaces of their own, whether blocks stay or pair up."""
+    case = Case(batch=2, heads_q=8, q=500, k=500, dim=dim, causal=True)
+    needed(case, backend)
     runs = [runner(replace(case, tag=tag), backend) for tag in ("one", "two")]
     want = [run() for run in runs]
     torch.cuda.synchronize()
