@@ -302,7 +302,10 @@ def rows_table(arch: str, op: str, dtypes: tuple[str, ...]) -> str:
         if (row.arch, row.op) != (arch, op) or row.dtype not in dtypes:
             continue
         dim = row.d_qk if row.d_qk == row.d_v else f"{row.d_qk}/{row.d_v}"
-        knobs = " ".join(item for item in row.knobs.split() if item not in OTHERS)
+        items = [item for item in row.knobs.split() if item not in OTHERS]
+        items += [f"cluster={row.cluster}"] * (row.cluster != "1")
+        items += [f"sched={row.sched}"] * (row.sched != "static")
+        knobs = " ".join(items)
         tag = row.id.removeprefix(row.stem()).removeprefix("_")
         key = (dim, tag, row.score, row.tile_m, row.tile_n, row.warps, row.stages, knobs)
         groups.setdefault(key, set()).add(row.mask)

@@ -84,15 +84,17 @@ struct BwdTypes {
   // Thread blocks stay: they take one tile after the other from a counter.
   static constexpr bool kStays = kConfig.sched == SchedKind::kDynamic;
   static_assert(kStays ? !kShareKeys : !kTall,
-                "sched is dynamic with own keys alone, and there with tile_m 128");
+                "sched is dynamic with own keys alone, and always where tile_m is 128");
   static_assert(kConfig.cluster == 1 || (kPair && kShareKeys && kDsSlots == 2 && kDimQk >= 128),
                 "a cluster is two tiles of 64 keys at head dim 128 or more with two slots of dS");
   // Spare warps add dQ out of shared memory; in turns they do wherever keys are owned.
   static constexpr bool kBulkDq = kConfig.dq == DqAdd::kBulk;
   static_assert(kBulkDq == kCarryDs && (kBulkDq || kConfig.dq == DqAdd::kVector),
                 "dq is bulk where compute warpgroups own their keys and tile_m is 64, else vector");
-  static_assert(kConfig.dq_turns == (kShareKeys ? kConfig.cluster : kDqParts),
-                "dq_turns: one for each part of dQ that a warpgroup of its own keys makes, else 1");
+  static_assert(
+      kConfig.dq_turns == (kShareKeys ? kConfig.cluster : kDqParts),
+      "dq_turns: one for each part of dQ that a warpgroup of its own keys makes, or for each "
+      "thread block of the cluster");
 
   // Registers per thread after setmaxnreg; a block starts with an equal share, 168. A compute
   // thread holds dV and dK, S and dP, or P, dS and dQ. Where the keys are shared it has half of P,

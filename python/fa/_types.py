@@ -136,6 +136,8 @@ def checked(
             try:
                 return function(*args, **options)
             except (TypeError, ValueError, NotImplementedError) as error:
+                if type(error) not in (TypeError, ValueError, NotImplementedError):
+                    raise  # who knows how another is made
                 undeclared = options.keys() - found.keys()
                 known = {inner: own for inner, own in names.items() if inner not in undeclared}
                 if not known or str(error).startswith(f"{function.__name__}()"):

@@ -209,10 +209,14 @@ def test_flops_of_a_step() -> None:
 @gradients.each_backend()
 @pytest.mark.parametrize("deterministic", [False, True], ids=["fast", "deterministic"])
 @pytest.mark.parametrize("heads_k", [2, 80], ids=["few", "many"])  # tiles
-def test_graph_capture(heads_k: int, backend: str, deterministic: bool, cuda_only: None) -> None:
+@pytest.mark.parametrize("dim", (64, 96, 128, 192, 256))
+def test_graph_capture(
+    dim: int, heads_k: int, backend: str, deterministic: bool, cuda_only: None
+) -> None:
     """Captured once, replayed on other contents: counters and sums start anew each time."""
     heads = {"heads_q": max(4, heads_k), "heads_k": heads_k}
-    case = Case(**heads, batch=2, q=200, k=300, dim=128, causal=True, sinks="fp32")
+    case = Case(**heads, batch=2, q=200, k=300, dim=dim, causal=True, sinks="fp32")
+    needed(case, backend)
     inputs = case.make(DEVICE, poison=0.0)
     out, lse = gradients.forward(inputs)
     gradients.call(inputs, backend, out, lse, deterministic=deterministic)
