@@ -187,6 +187,14 @@ def window_options(window_size: Any, options: dict[str, Any]) -> None:
             f"window_size must be a pair (left, right) of integers or None, not {window_size!r}. "
             "-1 or None is unlimited."
         )
+    if all(side is None or side == -1 for side in window_size):
+        return
+    for name in ("window_left", "window_right"):
+        if options.get(name) not in (None, -1):
+            raise ValueError(
+                f"{name}: {options[name]} was given beside window_size {tuple(window_size)}, which "
+                "says both sides. Pass one of the two."
+            )
     left, right = window_size
     if left is not None and left != -1:
         options["window_left"] = left

@@ -15,6 +15,7 @@ from fa import _abi, _backend, _cuda, _lib, _validate, autograd
 from fa._cpu_tiles import TILE_M, TILE_N
 from fa._layout import empty_like_order, lse_dtype, pad_head_dim
 from fa._types import checked, require
+from fa._validate_options import FP8
 from fa._validate_types import KINDS, argument_types
 from fa.functional import window_options
 
@@ -178,10 +179,11 @@ def explain(q: Spec, k: Spec, v: Spec, *, device: str | None = None, **options: 
         return _plans(call, NOMINAL[device])
     if call.on_torch():
         call.validate(kernels=False)
+        ways = "forward" if call.q.dtype == FP8 else "forward and backward"
         return (
             f"backend cpu: torch operations on {call.device}, tiles of at most {TILE_M} query rows "
-            f"x {TILE_N} keys, sums in {lse_dtype(call.q.dtype)}; forward and backward, no "
-            "splits, memory linear in the sequence length."
+            f"x {TILE_N} keys, sums in {lse_dtype(call.q.dtype)}; {ways}, no splits, "
+            "memory linear in the sequence length."
         )
     call.validate(kernels=True)
     with call.guard():

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -500,3 +501,23 @@ def test_every_argument_of_every_schema_has_its_type() -> None:
             optional = "Optional" in str(argument.type)
             assert kinds[argument.name].endswith("?") == optional, (op, argument.name)
             assert str(wrong_type(op, argument.name, "str")).startswith(f"{argument.name} must be")
+
+
+# ---- two words for one thing ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", [fa.attention, fa.explain])
+def test_a_window_is_said_once(call: Callable[..., Any]) -> None:
+    for side in ("window_left", "window_right"):
+        with pytest.raises(ValueError, match=rf"^{side}: 3 was given beside window_size \(2, 0\)"):
+            call(Q, K, V, window_size=(2, 0), **{side: 3})
+        answer = fa.supports(Q, K, V, window_size=(2, 0), **{side: 3})
+        assert str(answer).startswith(f"{side}: 3 was given beside")
+    call(Q, K, V, window_size=(-1, None), window_left=3)
+    call(Q, K, V, window_size=(2, 0), window_left=-1)
+
+
+def test_explain_says_where_there_is_no_backward() -> None:
+    q, k, v = (t.to(torch.float8_e4m3fn) for t in (Q, K, V))
+    assert "; forward, no splits" in fa.explain(q, k, v)
+    assert "; forward and backward, no splits" in fa.explain(Q, K, V)
